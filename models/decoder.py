@@ -154,7 +154,7 @@ def attention_of(
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rope_theta=None,
+        is_causal=True,
         rope=rope,
         normalize_qk=config.normalize_qk,
         scale=config.attention_scale,

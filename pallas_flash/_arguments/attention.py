@@ -14,9 +14,9 @@ from jax import lax
 
 from pallas_flash._arguments import other_libraries
 from pallas_flash._execution.context import METHODS
+from pallas_flash._execution.limits import IMPLEMENTATIONS
 from pallas_flash._execution.partition import Along, check_lengths
 from pallas_flash._jax.one_device import whole
-from pallas_flash._jax.symbolic import is_symbolic
 from pallas_flash._problem.checks import (
     array,
     at_least,
@@ -31,7 +31,7 @@ from pallas_flash._problem.checks import (
 )
 from pallas_flash._problem.dropout import Dropout, seed_of
 from pallas_flash._problem.mask_objects import Call, fitted
-from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Positions, TokenPositions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import fitted_score_mod
@@ -46,7 +46,7 @@ NOT_OF_PROBLEM = (
     "return_lse",
     "return_max_logits",
     "implementation",
-    "tile_sizes",
+    "config",
     "reproducible",
     "context_parallelism",
 )
@@ -133,6 +133,16 @@ def validate(
         any_scale=any_scale,
         max_logits=flag("return_max_logits", return_max_logits),
     )
+
+
+def check_implementation(asked) -> None:
+    """Raise unless `asked` is None or the name of an implementation."""
+    if asked is not None and not (isinstance(asked, str) and asked in IMPLEMENTATIONS):
+        hint = other_libraries.hint(other_libraries.IMPLEMENTATIONS, asked)
+        raise ValueError(
+            f"`implementation` must be None or one of {IMPLEMENTATIONS}; got {asked!r:.60}. "
+            f"Use None for the fastest{hint}."
+        )
 
 
 def check_choices(return_residual, return_lse, reproducible, context_parallelism) -> None:
@@ -293,7 +303,7 @@ def _check_inputs(query, key, value) -> None:
     equal("value", -2, "key", "number of heads", "Give each key head one value head.")
     equal("key", -1, "query", "head dim", "Give both one head dim; only `value` may have another.")
     for name, x in named.items():
-        if any(map(is_symbolic, x.shape[-2:])):
+        if not all(isinstance(n, int) for n in x.shape[-2:]):
             raise NotImplementedError(
                 f"`{name}` must have a known number of heads and a known head dim; got "
                 f"{x.shape[-2]} heads of size {x.shape[-1]} ({name}.shape={x.shape}). Give both "
@@ -409,7 +419,7 @@ def dropout(rate, key, broadcast) -> Dropout | None:
 
 def dropout_mask_arguments(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
     """Return the shape and the dropout for the arguments of `pallas_flash.dropout_mask`."""
-    rate, seed = share_to_drop("rate", rate), _seed("key", key)
+    rate, seed = share_to_drop("dropout_rate", rate), _seed("dropout_key", key)
     if not isinstance(shape, (tuple, list)) or len(shape) != 4:
         raise TypeError(
             f"`shape` must be a tuple of four ints, [B, N, T, S]; got {describe(shape)}. Give each "
@@ -518,7 +528,7 @@ def window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
+def _segments(segment_ids, batch, q_len, kv_len) -> SegmentLeaf:
     if isinstance(segment_ids, (tuple, list)):
         if len(segment_ids) != 2:
             raise ValueError(
@@ -534,8 +544,8 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
                 "`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
                 f"array with T={q_len} and S={kv_len}. Pass ([B, T], [B, S])."
             )
-        return Segments(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
-    return Segments(
+        return SegmentLeaf(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
+    return SegmentLeaf(
         integers("segment_ids", query, (batch, q_len), "[B, T]"),
         integers("segment_ids", key_value, (batch, kv_len), "[B, S]"),
     )

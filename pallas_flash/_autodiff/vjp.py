@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 
 from pallas_flash._autodiff import linear_map
 from pallas_flash._autodiff.passes import backward_pass, forward_pass, moved_operands
-from pallas_flash._execution import limits, partition, tangents
+from pallas_flash._execution import partition, tangents
 from pallas_flash._execution.plan import Plan, Wanted
 from pallas_flash._jax import compat
 from pallas_flash._jax.one_device import explicit_mesh
@@ -213,13 +213,13 @@ class _Derivative:
     def tangents(self, fixed, moved):
         """Return the tangents of o [B, T, N, V] and of the natural LSE [B, N, T]."""
         _, l_log2, m, _, operands, rest = jax.tree.unflatten(self.structure, fixed)
-        problem, by = rest.join(operands), self.plan.implementation
         others = set(self.names) - {"query", "key", "value"}
-        if others or self.plan.along or limits.tangents_implementation(problem, by) == "xla":
+        if others or self.plan.along or self.plan.tangents.implementation == "xla":
             return self.formula(fixed, moved)
         zeros = {x: jnp.zeros_like(operands[x]) for x in ("query", "key", "value")}
         dots = zeros | dict(zip(self.names, moved, strict=True))
-        return list(self.plan.run_tangents(problem, LogSum(m, l_log2), tuple(dots.values())))
+        log_sum = LogSum(m, l_log2)
+        return list(self.plan.run_tangents(rest.join(operands), log_sum, tuple(dots.values())))
 
     def formula(self, fixed, moved):
         """Return `tangents` by plain JAX."""

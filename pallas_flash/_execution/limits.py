@@ -11,7 +11,7 @@ import jax
 
 from pallas_flash._execution import lowerable
 from pallas_flash._jax import compat, device
-from pallas_flash._problem import table_gradients
+from pallas_flash._jax.device import Target
 from pallas_flash._problem.features import FEW_QUERIES
 from pallas_flash._problem.paged import PagedProblem
 from pallas_flash._problem.problem import Problem
@@ -29,12 +29,13 @@ MOSAIC_HEAD_DIMS = 576, 512
 MOSAIC_HEAD_DIM_UNIT = 8
 
 
-def not_on_gpu(problem: Problem) -> dict[str, str]:
-    """Return why "triton" and "mosaic" do not serve a problem on this device, by name."""
+def not_on_gpu(problem: Problem, target: Target) -> dict[str, str]:
+    """Return why "triton" and "mosaic" do not serve a problem on a device, by name."""
     limits = _problem_limits(problem)
+    device = _device_limits(target) or _jax_limits()
     why = {
-        "triton": [*(_device_limits() or _jax_limits()), *limits, *_head_dim_limits(problem)],
-        "mosaic": _mosaic_device_limits() or [*limits, *_mosaic_limits(problem)],
+        "triton": [*device, *limits, *_head_dim_limits(problem)],
+        "mosaic": _mosaic_device_limits(target) or [*limits, *_mosaic_limits(problem)],
     }
     # Asked last, because it takes time.
     why = {name: x or lowerable.limits(problem, name) for name, x in why.items()}
@@ -84,9 +85,8 @@ def _arrays_in_kernels(p: Problem) -> list:
     return [] if p.symbolic else jax.tree.leaves((p.mask, p.scores))
 
 
-def _device_limits() -> list[str]:
-    """Return why kernels cannot be compiled for the current device; whole sentences."""
-    target = device.target()
+def _device_limits(target: Target) -> list[str]:
+    """Return why kernels cannot be compiled for a device; whole sentences."""
     if not target.nvidia:
         return [f"The kernels need an NVIDIA GPU, and the device is {target.description}."]
     if target.capability is not None and target.capability < (8, 0):
@@ -98,9 +98,8 @@ def _device_limits() -> list[str]:
     return []
 
 
-def _mosaic_device_limits() -> list[str]:
-    """Return why kernels for Hopper cannot be compiled for the current device; whole sentences."""
-    target = device.target()
+def _mosaic_device_limits(target: Target) -> list[str]:
+    """Return why kernels for Hopper cannot be compiled for a device; whole sentences."""
     if not target.nvidia or target.capability != (9, 0):
         known = f" with {'.'.join(map(str, target.capability))}" if target.capability else ""
         return [
@@ -152,13 +151,13 @@ def paged_limits(p: PagedProblem, implementation: str | None) -> str:
     pages = [p.key_pages, p.value_pages]
     here = _jax_limits()
     if implementation != "interpret":
-        here = _device_limits() or _float8_limits(pages) or here
+        target = device.target()
+        here = _device_limits(target) or _float8_limits(pages, target) or here
     return " ".join([*here, *_array_limits(p, pages), *_head_dim_limits(p)])
 
 
-def _float8_limits(arrays: list) -> list[str]:
-    """Return why kernels cannot read float8 on the current device; whole sentences."""
-    target = device.target()
+def _float8_limits(arrays: list, target: Target) -> list[str]:
+    """Return why kernels cannot read float8 on a device; whole sentences."""
     if target.capability is None or target.capability >= (8, 9):
         return []
     major, minor = target.capability
@@ -178,36 +177,6 @@ def backward_limit(problem: Problem, implementation: str) -> str:
     if width > MAX_HEAD_DIM:
         return f"Got a head dim of {width}, and kernels of the backward serve up to {MAX_HEAD_DIM}."
     return lowerable.derivative_limit(problem, implementation)
-
-
-def tables_implementation(problem: Problem, backward: str) -> tuple[str, str]:
-    """Return who computes gradients of slopes and of operands, and why not `backward`.
-
-    The reason is "" if it is the implementation of the backward itself, or if there are none.
-    """
-    reads = table_gradients.reads_of(problem.scores)
-    if backward in ("xla", "reference") or not reads:
-        return backward, ""
-    if (number := next((x.table for x in reads if x.by_pair), None)) is not None:
-        return "xla", (
-            f"Operand {number - 1} is read at q_pos and k_pos other than at q_pos - k_pos, and the "
-            "kernel has no sums for that. An array for pairs is better a `bias`."
-        )
-    if backward == "interpret":
-        return backward, ""
-    if backward == "mosaic" and (why := not_on_gpu(problem).get("triton")):
-        return "xla", why
-    if why := lowerable.reads_limit(problem):
-        return "xla", why
-    return "triton", '"mosaic" has no kernel for it.' * (backward == "mosaic")
-
-
-def tangents_implementation(problem: Problem, forward: str) -> str:
-    """Return who computes tangents of queries, keys and values beside a forward."""
-    by = "triton" if forward == "mosaic" else forward
-    if by in ("xla", "reference") or backward_limit(problem, by):
-        return "xla"
-    return "xla" if forward == "mosaic" and not_on_gpu(problem).get("triton") else by
 
 
 def _jax_limits() -> list[str]:

@@ -6,6 +6,7 @@ long, and names that count make equal kernels different, so that XLA compiles ea
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,31 +20,31 @@ PLATFORMS = {"mosaic": "cuda"}
 KERNELS = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 
 
-def call(plan: Any, name: str, platform: str, args: tuple, options: dict[str, Any]) -> Any:
-    """Return `getattr(plan, name)(*args, **options)`.
+def call(function: Callable, plan: Any, platform: str, args: tuple, options: dict[str, Any]) -> Any:
+    """Return `function(plan, *args, **options)`.
 
     Args:
+        function: computes a pass on one device.
         plan: a hashable object.
-        name: of its method, which one device computes.
         platform: to lower for.
         args: trees of arrays.
-        options: static keywords of the method.
+        options: static keywords of the function.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     # The default float says whether JAX is in x64 mode, by which traces differ.
     asked = tuple(options.items()), jnp.result_type(float)
-    exported = _exported(plan, name, platform, *asked, tree, shapes)
-    run = functools.partial(getattr(plan, name), **options)
+    exported = _exported(function, plan, platform, *asked, tree, shapes)
+    run = functools.partial(function, plan, **options)
     return (run if exported is None else exported)(*args)
 
 
 @functools.lru_cache(64)
-def _exported(plan, name: str, platform: str, options, floats, tree, shapes):
+def _exported(function, plan, platform: str, options, floats, tree, shapes):
     """Return the lowered pass as a function; None where JAX cannot call it."""
     del floats  # Part of the key alone.
     checks = map(jax.export.DisabledSafetyCheck.custom_call, KERNELS)
-    run = functools.partial(getattr(plan, name), **dict(options))
+    run = functools.partial(function, plan, **dict(options))
     export = jax.export.export(jax.jit(run), platforms=(platform,), disabled_checks=tuple(checks))
     with compat.not_for_older_jax():
         exported = export(*jax.tree.unflatten(tree, shapes))

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from pallas_flash._backends import xla
 from pallas_flash._execution import (
     context,
-    limits,
     lowered_once,
     partition,
     tangents,
@@ -25,11 +24,11 @@ from pallas_flash._execution import (
     vmap_size,
 )
 from pallas_flash._execution.partition import Along
-from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
+from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Gradients, Problem, SplitOutput
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.tile_sizes import TileSizes
+from pallas_flash._problem.tile_sizes import FORWARD, TileSizes
 
 NO_TILES = TileSizes()
 
@@ -97,7 +96,9 @@ class Plan:
         forward: the forward.
         backward: the backward without a gradient of the bias.
         dbias: the backward that gives the gradient of the bias, too.
-        on_gpu: whether "xla" computes on a GPU.
+        tables: the gradients of slopes and of operands of the score function.
+        tangents: the tangents of the forward in queries, keys and values.
+        on_gpu: whether the device is an NVIDIA GPU.
         along: how the sequence is divided over Manual mesh axes, if it is.
         method: the context parallelism that the call asks for, if any.
         replan: the plan for a part of the problem; None if it is this one.
@@ -108,6 +109,8 @@ class Plan:
     forward: PassPlan
     backward: PassPlan
     dbias: PassPlan
+    tables: PassPlan
+    tangents: PassPlan
     on_gpu: bool = False
     along: Along | None = None
     method: str | None = None
@@ -120,7 +123,7 @@ class Plan:
     ):
         """Return the plan in which one implementation computes every pass."""
         every = PassPlan(implementation, tiles, in_order=in_order)
-        return cls(every, every, every)
+        return cls(every, every, every, every, every)
 
     @property
     def implementation(self) -> str:
@@ -142,10 +145,10 @@ class Plan:
     def _forward(self, problem: Problem, *, along: Along | None, again: bool = False):
         along = along or self.along
         if along is None:
-            return self._alone("_forward_alone", problem, again=again)
+            return self._forward_here(problem, again=again)
 
         def run(part):
-            o, log_sum = self._plan_for(part)._alone("_forward_alone", part, again=again)
+            o, log_sum = self._plan_for(part)._forward_here(part, again=again)
             return o, log_sum if problem.large else log_sum.in_one()
 
         method = _method(problem, along, self.method)
@@ -157,20 +160,27 @@ class Plan:
     def _plan_for(self, part: Problem) -> "Plan":
         return self if self.replan is None else self.replan(part)
 
-    def _alone(self, name: str, *args, again: bool, **wanted) -> Any:
-        """Call `_forward_alone` or `_backward_alone`.
+    def _forward_here(self, problem: Problem, *, again: bool):
+        return self._alone(Plan._forward_alone, self.forward, problem, again=again)
+
+    def _backward_here(self, *args, wanted: Wanted, again: bool) -> Gradients:
+        plan = self._backward_for(wanted)
+        return self._alone(Plan._backward_alone, plan, *args, again=again, wanted=wanted)
+
+    def _alone(self, method: Callable, plan: PassPlan, *args, again: bool, **wanted) -> Any:
+        """Run a pass on one device.
 
         Args:
-            name: of that method.
+            method: `_forward_alone` or `_backward_alone`.
+            plan: of the pass.
             *args: trees of arrays.
             again: whether equal calls may share one lowered program, see `_execution.lowered_once`.
             **wanted: keywords of the method.
         """
-        plan = self.forward if name == "_forward_alone" else self._backward_for(**wanted)
         by = plan.implementation
         if again and by in lowered_once.PLATFORMS:
-            return lowered_once.call(self, name, lowered_once.PLATFORMS[by], args, wanted)
-        run = functools.partial(getattr(self, name), **wanted)
+            return lowered_once.call(method, self, lowered_once.PLATFORMS[by], args, wanted)
+        run = functools.partial(method, self, **wanted)
         return run(*args) if by == "xla" else on_one_device(run, *args)
 
     def _backward_for(self, wanted: Wanted) -> PassPlan:
@@ -190,7 +200,8 @@ class Plan:
         """Compute the forward by "mosaic", with tiles for all instances: the plan is for one."""
         tiles = self.forward.tiles
         if instances > 1:
-            tiles = tile_choice.tiles_of_launch(problem, instances, self.forward.asked)
+            f = features_of(problem, instances)
+            tiles = tile_choice.completed(self.forward.asked, problem, f, "mosaic", FORWARD)
         return _mosaic().forward(problem, tiles)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -219,10 +230,7 @@ class Plan:
         return o, jnp.moveaxis(lse, 2, 1)
 
     def _tangents_alone(self, problem, log_sum, dots):
-        by = limits.tangents_implementation(problem, self.implementation)
-        tile = tile_choice.tiles_of_call(problem, by, self.backward.tiles.for_backend(by)).tile(
-            "dq"
-        )
+        tile = self.tangents.tiles.tile("dq")
         return _triton().tangents(problem, log_sum, dots, tile, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -244,17 +252,16 @@ class Plan:
     def _backward(
         self, problem, o, log_sum, do, dlse, *, wanted: Wanted, along, again: bool = False
     ) -> Gradients:
-        along, name = along or self.along, "_backward_alone"
+        along, rows = along or self.along, (o, log_sum, do, dlse)
         if along is None:
-            return self._alone(name, problem, o, log_sum, do, dlse, wanted=wanted, again=again)
+            return self._backward_here(problem, *rows, wanted=wanted, again=again)
 
         def run(part, *rows, sinks: bool):
             only = dataclasses.replace(wanted, sinks=sinks)
-            return self._plan_for(part)._alone(name, part, *rows, wanted=only, again=again)
+            return self._plan_for(part)._backward_here(part, *rows, wanted=only, again=again)
 
-        log_sum = log_sum if problem.large else log_sum.in_one()
         method = _method(problem, along, self.method)
-        rows = o, log_sum, do, dlse
+        rows = o, log_sum if problem.large else log_sum.in_one(), do, dlse
         return context.backward(run, problem, *rows, along, wanted, method)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -269,16 +276,11 @@ class Plan:
 
     def _tables(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> list:
         """Return the gradients of tables, by a pass of its own."""
-        cotangents = (problem, o, log_sum, do, dlse)
-        plan = self._backward_for(wanted)
-        by, _ = limits.tables_implementation(problem, plan.implementation)
-        if by == "xla":
-            on_gpu = device.target().nvidia
-            return xla.table_gradients(*cotangents, wanted.tables, on_gpu=on_gpu)
-        tile = tile_choice.tiles_of_call(problem, by, plan.tiles.for_backend(by)).tile("dq")
-        return _triton().table_gradients(
-            *cotangents, wanted.tables, tile, interpret=self._interpret
-        )
+        cotangents = (problem, o, log_sum, do, dlse, wanted.tables)
+        if self.tables.implementation == "xla":
+            return xla.table_gradients(*cotangents, on_gpu=self.on_gpu)
+        tile = self.tables.tiles.tile("dq")
+        return _triton().table_gradients(*cotangents, tile, interpret=self._interpret)
 
     def _products(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> Gradients:
         """Return the gradients of all operands but tables."""

@@ -4,15 +4,22 @@ Such a size takes part in arithmetic, in shapes and in arrays, but has no number
 traced. A comparison with it raises unless it holds for all values of the size, or for none.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.export
+import numpy as np
 from jax.extend.core import InconclusiveDimensionOperation
 
 
 def is_symbolic(size: Any) -> bool:
     """Whether a size has no number yet."""
     return jax.export.is_symbolic_dim(size)
+
+
+def symbolic_sizes(arrays: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the sizes of arrays that have no number yet, each once."""
+    return tuple(dict.fromkeys(n for x in arrays for n in np.shape(x) if is_symbolic(n)))
 
 
 def known_at_most(size: Any, limit: Any) -> bool:

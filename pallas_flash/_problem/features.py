@@ -6,17 +6,23 @@ else of a call, so that two calls with the same features are computed in the sam
 
 import dataclasses
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_flash._problem.masks import Band, LeafKind, Mask
 from pallas_flash._problem.problem import Problem, Sizes
+from pallas_flash._problem.tile_sizes import power_of_2
 
 # A call with this many queries or fewer has few, because they fit in the smallest tile. So has a
 # call with FEW_ROWS or fewer queries in all heads and batch elements, if there are as many keys:
 # they are 64 programs of the forward, and leave half of a GPU idle.
 FEW_QUERIES, FEW_ROWS = 16, 4096
+
+# Keys from which on decoding has KV splits; fewer do not pay for a second launch. A round number,
+# not timed.
+MANY_KEYS = 512
 
 
 class MaskKind(enum.StrEnum):
@@ -97,32 +103,42 @@ class CallFeatures(Sizes):
     precision: str = ""
     capability: tuple[int, int] | None = None
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return jnp.dtype(self.dtype).itemsize
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """The larger head dim."""
         return max(self.head_dim, self.value_dim)
 
-    @property
+    @functools.cached_property
+    def padded_width(self) -> int:
+        """The larger head dim as the tables of "triton" have it: a power of two from 64 on."""
+        return max(64, power_of_2(self.width))
+
+    @functools.cached_property
     def few_queries(self) -> bool:
         """Whether the kernel for decoding may serve."""
         return self.q_len <= FEW_QUERIES or self.rows <= min(self.kv_len, FEW_ROWS)
 
-    @property
+    @functools.cached_property
+    def decodes(self) -> bool:
+        """Whether the kernel for decoding serves by default."""
+        return self.few_queries and self.kv_len > MANY_KEYS
+
+    @functools.cached_property
     def masked(self) -> bool:
         """Whether there is a mask."""
         return self.mask is not MaskKind.FULL
 
-    @property
+    @functools.cached_property
     def causal(self) -> bool:
         """Whether the mask is causal at an offset that is known."""
         return self.mask is MaskKind.CAUSAL and not self.by_arrays
 
-    @property
+    @functools.cached_property
     def scores(self) -> bool:
         """Whether anything changes scores."""
         return bool(self.options & SCORES)

@@ -207,3 +207,8 @@ class TokenPositions(NamedTuple):
 def is_pairs(x) -> bool:
     """Whether `x` is `Pairs`, for `jax.tree.map`."""
     return isinstance(x, Pairs)
+
+
+def pairs_of(tree) -> list[Pairs]:
+    """Return all `Pairs` of a tree."""
+    return list(filter(is_pairs, jax.tree.leaves(tree, is_leaf=is_pairs)))

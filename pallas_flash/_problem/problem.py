@@ -1,6 +1,7 @@
 """`Problem`, the argument of every implementation, and `Gradients`, the result of its backward."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash._jax.symbolic import is_symbolic
+from pallas_flash._jax.symbolic import symbolic_sizes
 from pallas_flash._problem import visibility
 from pallas_flash._problem.dropout import Dropout
 from pallas_flash._problem.masks import Mask
-from pallas_flash._problem.operands import Divisible, Pairs, is_pairs
+from pallas_flash._problem.operands import Divisible, Pairs, pairs_of
 from pallas_flash._problem.scores import Scores
 
 # Score up to which one LSE in float32 suffices: its rounding changes probabilities by about 1e-5.
@@ -21,7 +22,7 @@ SMALL_CAP = 100.0
 
 
 class Sizes:
-    """Products of the sizes of a call, for a class that has these sizes."""
+    """Products of the sizes of a call, for a frozen class that has these sizes."""
 
     batch: Any
     q_len: Any
@@ -29,17 +30,17 @@ class Sizes:
     num_heads: Any
     num_kv_heads: Any
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Queries of all heads and batch elements."""
         return self.batch * self.num_heads * self.q_len
 
-    @property
+    @functools.cached_property
     def kv_rows(self) -> int:
         """Keys of all key/value heads and batch elements."""
         return self.batch * self.num_kv_heads * self.kv_len
@@ -89,50 +90,49 @@ class Problem(Sizes, Divisible):
     max_logits: bool = dataclasses.field(default=False, metadata=dict(static=True))
     split_output: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
-    @property
+    @functools.cached_property
     def batch(self) -> int:
         return self.query.shape[0]
 
-    @property
+    @functools.cached_property
     def q_len(self) -> int:
         return self.query.shape[1]
 
-    @property
+    @functools.cached_property
     def kv_len(self) -> int:
         return self.key.shape[1]
 
-    @property
+    @functools.cached_property
     def num_heads(self) -> int:
         return self.query.shape[2]
 
-    @property
+    @functools.cached_property
     def num_kv_heads(self) -> int:
         return self.key.shape[2]
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         return self.query.shape[3]
 
-    @property
+    @functools.cached_property
     def value_dim(self) -> int:
         return self.value.shape[3]
 
-    @property
+    @functools.cached_property
     def dtype(self) -> Any:
         return self.query.dtype
 
-    @property
+    @functools.cached_property
     def symbolic(self) -> tuple[Any, ...]:
         """The sizes of arrays that `jax.export` leaves open, each once."""
-        sizes = (n for x in jax.tree.leaves(self) for n in np.shape(x) if is_symbolic(n))
-        return tuple(dict.fromkeys(sizes))
+        return symbolic_sizes(jax.tree.leaves(self))
 
     @property
     def accumulator_dtype(self) -> Any:
         """The dtype of scores, statistics and sums: at least float32."""
         return np.promote_types(self.dtype, np.float32)
 
-    @property
+    @functools.cached_property
     def scores(self) -> Scores:
         """The function that is applied to scaled products of queries and keys."""
         return dataclasses.replace(
@@ -142,7 +142,7 @@ class Problem(Sizes, Divisible):
             operands=self.score_operands,
         )
 
-    @property
+    @functools.cached_property
     def large(self) -> bool:
         """Whether scores may be large: an option may make them so, and no soft cap bounds them.
 
@@ -154,8 +154,8 @@ class Problem(Sizes, Divisible):
     @property
     def pair_bytes(self) -> int:
         """Bytes of (q, k) arrays for each pair of a query and a key."""
-        arrays = jax.tree.leaves((self.mask, self.scores), is_leaf=is_pairs)
-        return sum(x.array.dtype.itemsize for x in arrays if is_pairs(x) and 1 not in x.shape[2:])
+        arrays = pairs_of((self.mask, self.scores))
+        return sum(x.array.dtype.itemsize for x in arrays if 1 not in x.shape[2:])
 
     def visible_keys(self, positions=None):
         """Return which keys are visible to any query, bool [1 or B, 1 or K, keys].

@@ -5,7 +5,8 @@ through shared memory in pipeline stages.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # The kernels that have a tile, by the names of the fields of `TileSizes`.
@@ -185,9 +186,9 @@ def backend_of(tile) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Tiles for each kernel of `attention`, of several backends: the result of `tune`.
+    """Tiles for each kernel of `attention`, of several backends: the result of `tuning.tune`.
 
-    `attention` takes it as `tile_sizes`, too. Write a `Triton` or a `Mosaic` yourself: they name
+    `attention` takes it as `config`, too. Write a `Triton` or a `Mosaic` yourself: they name
     their backend. Here the class of each tile does: a `Tile` is for "triton" and "interpret", all
     others are for "mosaic".
 
@@ -245,6 +246,11 @@ class TileSizes:
                 "Write Tile(block_q, block_kv, num_warps, num_stages)."
             )
 
+    @functools.cached_property
+    def given(self) -> dict[str, Any]:
+        """The tiles that are not None, by kernel."""
+        return {kernel: tile for kernel in KERNELS if (tile := self.tile(kernel)) is not None}
+
     def tile(self, kernel: str) -> Any:
         """Return the tile of one of `KERNELS`; None if there is none."""
         return getattr(self, kernel)
@@ -256,12 +262,12 @@ class TileSizes:
     def for_backend(self, implementation: str) -> "TileSizes":
         """Return the tiles of one implementation; "interpret" has the tiles of "triton"."""
         name = "triton" if implementation == "interpret" else implementation
-        return self.select(k for k in KERNELS if self.tile(k) and backend_of(self.tile(k)) == name)
+        return self.select(k for k, tile in self.given.items() if backend_of(tile) == name)
 
     def computed_by(self, attention_pass: str) -> str:
         """Return the implementation that the tiles of a pass ask for; "" if there is no tile."""
-        tiles = map(self.tile, OF_PASS[attention_pass])
-        return next((backend_of(tile) for tile in tiles if tile), "")
+        tiles = (self.given[kernel] for kernel in OF_PASS[attention_pass] if kernel in self.given)
+        return next(map(backend_of, tiles), "")
 
     def serving(self, few: bool) -> "TileSizes":
         """Return these without the tile of the forward kernel that does not serve the call."""
@@ -300,11 +306,24 @@ def sizes_for(kernel: str, tile: Any) -> TileSizes:
     return TileSizes(**sizes | {kernel: tile})
 
 
+# Returns the tiles of a call, the given ones and default ones for the rest; raises ValueError if
+# one does not fit.
+Choose = Callable[[TileSizes | None], TileSizes]
+
+
+def fits(kernel: str, tile: Any, choose: Choose) -> bool:
+    """Return whether a tile fits."""
+    try:
+        return bool(choose(sizes_for(kernel, tile)))
+    except ValueError:
+        return False
+
+
 def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int) -> None:
     """Raise ValueError if a tile that was asked for needs more bytes than a program may have."""
     if need > limit:
         raise ValueError(
-            f"`tile_sizes.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
+            f"`config.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
             f"memory; got {tile}, which needs about {need // 1024} KiB at head dim {head_dim}. "
             "Use smaller blocks or fewer stages."
         )

@@ -5,6 +5,8 @@ tests/selection/test_choice.py compares rules and times, and prints the loss of 
 the rules pick the slower one.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,44 +24,45 @@ KEYS_OF_A_CTA = 128
 MANY_ROWS = 2**17
 
 
-class Measured(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Measured:
     """A pass of a call, in the words of the rules.
 
     Attributes:
         f: the call.
-        head_dim: the measured head dim that takes as long as the head dim of the call.
         backward: whether the pass is a backward.
         deterministic: whether its sums have a deterministic order.
         dbias: whether it gives the gradient of the bias, too.
     """
 
     f: CallFeatures
-    head_dim: int
-    backward: bool
-    deterministic: bool
-    dbias: bool
+    backward: bool = False
+    deterministic: bool = False
+    dbias: bool = False
 
-    @property
-    def forward(self) -> bool:
-        """Whether the pass is the forward."""
-        return not self.backward
+    @functools.cached_property
+    def head_dim(self) -> int:
+        """The measured head dim that takes as long as the call's; 0 if there is none."""
+        # Head dims from 40 to 256 were measured, and narrower values: 128 of 192 and 64 of 128.
+        f, sizes = self.f, (64, 128, 256)
+        return next((n for n in sizes if 40 <= f.head_dim <= n and f.value_dim <= f.head_dim), 0)
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether the call has no mask or a causal one, and no option."""
         return not self.f.options and (self.f.causal or not self.f.masked)
 
-    @property
+    @functools.cached_property
     def one_pass(self) -> bool:
         """Whether it is a backward that computes dq, dk and dv together."""
         return self.backward and not (self.deterministic or self.dbias)
 
-    @property
+    @functools.cached_property
     def in_clusters(self) -> bool:
         """Whether clusters of two CTAs compute it."""
         return self.one_pass and in_clusters(*padded(self.f.head_dim, self.f.value_dim))
 
-    @property
+    @functools.cached_property
     def few_ctas(self) -> bool:
         """Whether it is one pass of few CTAs, without clusters, of heads with own keys."""
         f = self.f
@@ -67,7 +70,7 @@ class Measured(NamedTuple):
         few = f.groups == 1 and ctas <= FEW_CTAS
         return self.one_pass and not self.in_clusters and few
 
-    @property
+    @functools.cached_property
     def drops(self) -> bool:
         """Whether dropout is the call's only option."""
         return self.f.options == {Option.DROPOUT}
@@ -82,19 +85,30 @@ class Rule(NamedTuple):
 
     Attributes:
         kind: the kind in words.
-        fits: whether a call is of that kind.
         since: that number; NEVER if "mosaic" is slower, or was not measured.
+        gain: the time that a timed call would lose at most without the rule, as a part of its own;
+            None if no call of the kind was timed. Sources are the files in docs/results.
+        fits: whether a call is of that kind.
     """
 
     kind: str
-    fits: Callable[[Measured], bool]
     since: float
+    gain: float | None
+    fits: Callable[[Measured], bool]
+
+    def prefers_mosaic(self, call: Measured) -> bool:
+        """Return whether "mosaic" computes a call of the kind."""
+        if not call.head_dim or min(call.f.q_len, call.f.kv_len) < self.since:
+            return False
+        # Clusters were faster with as little work as was measured.
+        return call.in_clusters or call.few_ctas or _has_enough_work(call)
 
 
 # The first rule that fits decides.
 RULES = (
     Rule(
         "dbias where it was not measured, or is slower: deterministic, head dim 64, without a mask",
+        *(NEVER, 0.14),
         lambda c: (
             c.dbias
             and (
@@ -104,35 +118,35 @@ RULES = (
                 or (c.deterministic and c.head_dim == 64 and not c.f.masked)
             )
         ),
-        NEVER,
     ),
     Rule(
         "biases in 16 bits in the backward at head dim 128: dbias without a mask, or in any order",
+        *(512, 0.33),
         lambda c: (
             c.backward
             and c.head_dim == 128
             and c.asks(Option.BIAS_16_BITS)
             and (not c.f.masked if c.dbias else not c.deterministic)
         ),
-        512,
     ),
     Rule(
         "backwards of few CTAs that were not measured",
+        *(NEVER, None),
         lambda c: c.few_ctas and not c.plain,
-        NEVER,
     ),
     Rule(
         "backwards of few CTAs without a mask at head dim 64",
+        *(2048, 0.09),
         lambda c: c.few_ctas and c.head_dim == 64 and not c.f.masked,
-        2048,
     ),
     Rule(
         "score functions in the forward at head dim 64",
-        lambda c: c.forward and c.head_dim == 64 and c.asks(Option.SCORE_MOD),
-        NEVER,
+        *(NEVER, 0.11),
+        lambda c: not c.backward and c.head_dim == 64 and c.asks(Option.SCORE_MOD),
     ),
     Rule(
         "deterministic at head dim 64: dropout, soft caps, score functions, biases, block masks",
+        *(NEVER, 0.19),
         lambda c: (
             c.deterministic
             and c.head_dim == 64
@@ -142,81 +156,59 @@ RULES = (
                 or c.asks(Option.DROPOUT, Option.SOFT_CAP, Option.SCORE_MOD, *BIASES)
             )
         ),
-        NEVER,
     ),
     Rule(
         "float32 biases, deterministic, which were not measured",
+        *(NEVER, None),
         lambda c: c.deterministic and c.asks(Option.BIAS),
-        NEVER,
     ),
     Rule(
         "block masks, and in the forward biases, at head dim 64",
+        *(4096, 0.25),
         lambda c: (
-            c.head_dim == 64 and (c.f.mask is MaskKind.BLOCKS or (c.forward and c.asks(*BIASES)))
+            c.head_dim == 64
+            and (c.f.mask is MaskKind.BLOCKS or (not c.backward and c.asks(*BIASES)))
         ),
-        4096,
     ),
     Rule(
         "biases, of which shorter ones were not measured",
+        *(2048, None),
         lambda c: c.asks(*BIASES),
-        2048,
     ),
     Rule(
         "documents, chunks and joined masks in the forward at head dim 64",
+        *(2048, 0.15),
         lambda c: (
-            c.forward and c.head_dim == 64 and c.f.mask in (MaskKind.DOCUMENTS, MaskKind.OTHER)
+            not c.backward and c.head_dim == 64 and c.f.mask in (MaskKind.DOCUMENTS, MaskKind.OTHER)
         ),
-        2048,
     ),
     Rule(
         "dropout in a backward of one pass, and in the forward at head dim 128",
-        lambda c: c.drops and (c.one_pass or (c.forward and c.head_dim == 128)),
-        512,
+        *(512, 0.39),
+        lambda c: c.drops and (c.one_pass or (not c.backward and c.head_dim == 128)),
     ),
     Rule(
         "no mask or a causal one, and no option, in clusters",
+        *(256, 0.48),
         lambda c: c.plain and c.in_clusters,
-        256,
     ),
     Rule(
         "no mask or a causal one, and no option; but not deterministic causal at head dim 64",
+        *(512, 1.15),
         lambda c: c.plain and not (c.deterministic and c.head_dim == 64 and c.f.causal),
-        512,
     ),
-    Rule("all other calls", lambda c: True, 1024),
+    Rule("all other calls", 1024, None, lambda c: True),
 )
 
 
-def faster_by_mosaic(attention_pass: str, f: CallFeatures) -> bool:
-    """Return whether "mosaic" computes a pass of such a call, by the rules.
-
-    Args:
-        attention_pass: "forward" or "backward", the latter with " in order", " with dbias" or both.
-        f: the call.
-    """
-    call = Measured(
-        f,
-        head_dim=_measured_head_dim(f),
-        backward=attention_pass.startswith("backward"),
-        deterministic="in order" in attention_pass,
-        dbias="with dbias" in attention_pass,
-    )
-    if not call.head_dim or min(f.q_len, f.kv_len) < rule_of(call).since:
-        return False
-    # Clusters were faster with as little work as was measured.
-    return call.in_clusters or call.few_ctas or _has_enough_work(call)
+def faster_by_mosaic(call: Measured) -> bool:
+    """Return whether "mosaic" computes a pass of a call, by the rules."""
+    return rule_of(call).prefers_mosaic(call)
 
 
 def rule_of(call: Measured) -> Rule:
     """Return the rule that decides."""
     return next(rule for rule in RULES if rule.fits(call))
-
-
-def _measured_head_dim(f: CallFeatures) -> int:
-    """Return the head dim that was measured and takes as long; 0 if there is none."""
-    # Head dims from 40 to 256 were measured, and narrower values: 128 of 192 and 64 of 128.
-    sizes = (n for n in (64, 128, 256) if 40 <= f.head_dim <= n and f.value_dim <= f.head_dim)
-    return next(sizes, 0)
 
 
 def _has_enough_work(call: Measured) -> bool:
@@ -233,7 +225,7 @@ def _has_enough_work(call: Measured) -> bool:
     if not call.plain or call.deterministic or call.dbias:
         return f.rows >= (MANY_ROWS // 4 if call.drops and call.one_pass else MANY_ROWS)
     if f.causal:
-        numbers = 2**20 if call.forward else 2**23
+        numbers = 2**23 if call.backward else 2**20
     else:
-        numbers = 2**22 if call.forward and head_dim == 64 else 2**21
+        numbers = 2**21 if call.backward or head_dim != 64 else 2**22
     return f.rows * head_dim >= numbers

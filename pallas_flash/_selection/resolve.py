@@ -4,31 +4,28 @@
 
 An explicit `implementation` is used or raises. By default the forward goes to the kernels where
 they serve the call, else to "xla". Where "mosaic" and "triton" both serve it, each pass goes to the
-one whose tiles the call gives, else to the one that `tune` found to be faster on the GPU that is
-here, else to the one that the rules of `_selection.preferences` name.
+one whose tiles the call gives, else to the one that `tuning.tune` found to be faster on the GPU
+that is here, else to the one that the rules of `_selection.preferences` name.
 """
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pallas_flash._arguments.implementation import check_implementation
+from pallas_flash._arguments.attention import check_implementation
 from pallas_flash._autodiff.vjp import splits_output
-from pallas_flash._execution import limits, tile_choice
+from pallas_flash._execution import limits, lowerable, tile_choice
 from pallas_flash._execution.context import Choice
 from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan, Wanted
 from pallas_flash._jax import compat, device
-from pallas_flash._problem import configurations
+from pallas_flash._problem import configurations, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import FORWARD, KERNELS, TileSizes, backend_of, describe
+from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, describe
 from pallas_flash._selection import tuned
-from pallas_flash._selection.preferences import faster_by_mosaic
-
-BACKWARD = tuple(kernel for kernel in KERNELS if kernel not in FORWARD)
+from pallas_flash._selection.preferences import Measured, faster_by_mosaic
 
 ONLY_ON_REQUEST = "Only on request: not known to be faster for this call."
 
@@ -68,12 +65,12 @@ class Request:
 
     Attributes:
         implementation: an explicit implementation, or None.
-        tile_sizes: explicit tiles, or None.
+        config: explicit tiles, or None.
         reproducible: whether gradients must be the same in every run; None follows XLA's flags.
     """
 
     implementation: str | None = None
-    tile_sizes: TileSizes | None = None
+    config: TileSizes | None = None
     reproducible: bool | None = None
 
     def __post_init__(self):
@@ -101,15 +98,19 @@ def resolve(problem: Problem, request: Request) -> Plan:
     forward = _forward(call)
     backward = _backward(call, forward.implementation)
     dbias = _dbias(call, backward)
-    passes = {"forward": forward, "backward": backward, "dbias": dbias}
-    _check_given(request, passes)
-    plain = "xla" in (backward.implementation, dbias.implementation)
-    backward_plan = call.plan_with_tiles("backward", backward)
+    _check_given(request, forward, (backward, dbias))
+    forward, planned = call.with_tiles(forward, FORWARD), call.backward_with_tiles(backward)
+
+    def with_dq_tile(plan: PassPlan) -> PassPlan:
+        return call.with_tiles(plan, ("dq",), planned.tiles.for_backend(plan.implementation))
+
     return Plan(
-        call.plan_with_tiles("forward", forward),
-        backward_plan,
-        backward_plan if dbias is backward else call.plan_with_tiles("backward", dbias),
-        on_gpu=plain and device.target().nvidia,
+        forward,
+        planned,
+        planned if dbias is backward else call.backward_with_tiles(dbias),
+        with_dq_tile(_tables(call, backward.implementation)),
+        with_dq_tile(_tangents(call, forward.implementation)),
+        on_gpu=call.target.nvidia,
         replan=request,
     )
 
@@ -127,14 +128,13 @@ def explained(
         reasons.append(plan.backward.reason)
     if plan.dbias.implementation != plan.backward.implementation:
         reasons.append(plan.dbias.reason)
-    tables, why = limits.tables_implementation(problem, plan.backward.implementation)
-    if why:
-        reasons.append(f'"{tables}" computes gradients of slopes or operands: {why}')
-    if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
+    if plan.tables.reason:
+        reasons.append(plan.tables.reason)
+    if request.config is None and any(x.asked != NO_TILES for x in passes):
         reasons.append(f"Its tiles are tuned, from {tuned.file()}.")
-    if request.tile_sizes is not None and request.implementation is None:
+    if request.config is not None and request.implementation is None:
         by = (x.implementation for x in passes)
-        reasons += configurations.effect(request.tile_sizes, *by)
+        reasons += configurations.effect(request.config, *by)
     if forward.implementation != "reference" and (when := _low_part(problem, scale)) is not None:
         reasons.append(f"The low part of the output is a residual, as large as the output{when}.")
     refused = dict(forward.refused)
@@ -159,9 +159,10 @@ def _low_part(problem: Problem, scale: Any) -> str | None:
 
 def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:
     for x in (plan.forward, plan.backward):
-        for kernel in KERNELS:
-            if tile := x.tiles.tile(kernel):
-                yield kernel, f"{x.implementation}, {describe(tile)}"
+        for kernel, tile in x.tiles.given.items():
+            yield kernel, f"{x.implementation}, {describe(tile)}"
+    if tile := plan.tables.tiles.tile("dq"):
+        yield "tables", f"{plan.tables.implementation}, {describe(tile)}"
 
 
 class _Call:
@@ -170,79 +171,81 @@ class _Call:
     Attributes:
         problem: the call.
         request: what it asks for.
-        features: what it is; None of symbolic sizes, which no kernel serves.
+        target: the device.
+        features: what the call is; None of symbolic sizes, which no kernel serves.
+        limits: why "triton" and "mosaic" do not serve the call, where they do not.
         given: the tiles that it gives.
-        tuned: the tiles that `tune` found for such calls on the GPU that is here.
-        order: the backward that it needs, "backward" or "backward in order".
+        tuned: the tiles that `tuning.tune` found for such calls on the GPU that is here.
     """
 
     def __init__(self, problem: Problem, request: Request):
-        self.problem, self.request = problem, request
-        self.order = "backward in order" if request.in_order else "backward"
-        self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
+        self.problem, self.request, self.target = problem, request, device.target()
+        self.in_order = request.in_order
+        self.limits = limits.not_on_gpu(problem, self.target)
+        self.given, self.tuned = request.config or NO_TILES, NO_TILES
         self.features = None
         if not problem.symbolic:
-            target = device.target()
-            self.features = features_of(problem, capability=target.capability)
+            self.features = features_of(problem, capability=self.target.capability)
             self.given = self.given.serving(self.features.few_queries)
-            self.tuned = (target.nvidia and self._winner()) or NO_TILES
+            if self.target.nvidia and self.target.here:
+                gpu = self.target.description
+                self.tuned = tuned.lookup(self.features, gpu, self._check) or NO_TILES
 
-    def _winner(self) -> TileSizes | None:
-        """Return what `tune` found for such calls on the GPU that is here, if anything."""
-
-        def check(winner: TileSizes) -> None:
-            for name in {backend_of(tile) for k in KERNELS if (tile := winner.tile(k))}:
-                tile_choice.tiles_of_call(self.problem, name, winner.for_backend(name))
-
-        assert self.features is not None
-        return tuned.lookup(self.features, check)
-
-    @functools.cached_property
-    def limits(self) -> dict[str, str]:
-        """Why "triton" and "mosaic" do not serve the call, where they do not."""
-        return limits.not_on_gpu(self.problem)
-
-    def deciding(self, attention_pass: str) -> TileSizes:
-        """Return the tiles that say who computes a pass."""
-        return self.given if self.given.computed_by(attention_pass) else self.tuned
+    def _check(self, winner: TileSizes) -> None:
+        """Raise ValueError if tiles of a winner do not fit on the GPU."""
+        for name in ("mosaic", "triton"):
+            if (tiles := winner.for_backend(name)).given:
+                self.with_tiles(PassPlan(name), (), tiles)
 
     def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
         """Return who computes a pass by its tiles and why nobody else does; "" if no tile says."""
-        by = self.deciding(attention_pass).computed_by(attention_pass)
-        if self.given.computed_by(attention_pass):
+        if by := self.given.computed_by(attention_pass):
             return by, f'The call gives tile sizes, which are those of "{by}".'
+        by = self.tuned.computed_by(attention_pass)
         return by, f'"{by}" was faster when such calls were tuned on this GPU.'
 
-    def faster(self, attention_pass: str) -> bool:
+    def faster(self, *, backward: bool, dbias: bool = False) -> bool:
         """Return whether "mosaic" is known to be faster in a pass."""
-        return self.features is not None and faster_by_mosaic(attention_pass, self.features)
+        f, in_order = self.features, backward and self.in_order
+        return f is not None and faster_by_mosaic(Measured(f, backward, in_order, dbias))
 
     def has_backward(self, implementation: str) -> bool:
         """Return whether kernels serve the backward."""
         limit = limits.backward_limit
         return implementation not in self.limits and not limit(self.problem, implementation)
 
-    def plan_with_tiles(self, attention_pass: str, plan: PassPlan) -> PassPlan:
-        """Return the plan of a pass with its tiles."""
-        name = plan.implementation
+    def with_tiles(
+        self, plan: PassPlan, kernels: Iterable[str], asked: TileSizes | None = None
+    ) -> PassPlan:
+        """Return the plan of a pass with tiles of some kernels, if kernels compute it.
+
+        `asked` are the tiles that are asked for, by default the given and the tuned ones.
+        """
+        name, f = plan.implementation, self.features
         if name not in limits.KERNELS:
             return plan
-        asked = self.given.for_backend(name)
-        if name != "interpret":
-            asked = asked.filled_from(self.tuned.for_backend(name))
-        tiles = tile_choice.tiles_of_call(self.problem, name, asked)
-        if attention_pass == "forward":
-            return dataclasses.replace(plan, tiles=tiles.select(FORWARD), asked=asked)
-        in_order = False
-        if name == "mosaic":
-            # Two passes serve every call. Where tiles are given for these alone, they are wanted.
-            deciding = self.deciding("backward")
-            two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
-            in_order = two_passes or self.request.in_order or tiles.backward is None
-            tiles = tiles.select(("dkv", "dq") if in_order else ("backward",))
-        return dataclasses.replace(
-            plan, tiles=tiles.select(BACKWARD), asked=asked, in_order=in_order
-        )
+        assert f is not None
+        if asked is None:
+            asked = self.given.for_backend(name)
+            if name != "interpret":
+                asked = asked.filled_from(self.tuned.for_backend(name))
+        if name == "interpret":
+            f = dataclasses.replace(f, capability=None)
+        tiles = tile_choice.completed(asked, self.problem, f, name, kernels)
+        return dataclasses.replace(plan, tiles=tiles, asked=asked)
+
+    def backward_with_tiles(self, plan: PassPlan) -> PassPlan:
+        """Return the plan of a backward with its tiles."""
+        if plan.implementation != "mosaic":
+            return self.with_tiles(plan, ("dkv", "dk", "dv", "dq"))
+        # Two passes serve every call. Where tiles are given for these alone, they are wanted.
+        deciding = self.given if self.given.computed_by("backward") else self.tuned
+        two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
+        if not (two_passes or self.in_order):
+            one_pass = self.with_tiles(plan, ("backward",))
+            if one_pass.tiles.backward is not None:
+                return one_pass
+        return dataclasses.replace(self.with_tiles(plan, ("dkv", "dq")), in_order=True)
 
 
 def _forward(call: _Call) -> PassPlan:
@@ -286,7 +289,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
         [chosen] = serving
     elif by:
         chosen, why_not["triton" if by == "mosaic" else "mosaic"] = by, why
-    elif call.faster("forward"):
+    elif call.faster(backward=False):
         chosen, why_not["triton"] = "mosaic", "Slower than the kernels for Hopper."
         reasons["mosaic"] = "the kernels for Hopper serve this call, faster than Triton's."
     else:
@@ -298,8 +301,8 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
 def _backward(call: _Call, forward: str) -> PassPlan:
     """Return who computes the backward, if `forward` computes the forward."""
     limit = limits.backward_limit(call.problem, forward)
-    by, why_not = call.implementation_by_tiles(call.order)
-    faster = not by and call.faster(call.order)
+    by, why_not = call.implementation_by_tiles("backward in order" if call.in_order else "backward")
+    faster = not by and call.faster(backward=True)
     default = call.request.implementation is None
 
     def other(name: str, why: str) -> PassPlan:
@@ -316,7 +319,7 @@ def _backward(call: _Call, forward: str) -> PassPlan:
         if by == "triton":
             return other("triton", _continued(why_not))
         if not by and not faster:
-            how = "reproducible one" if call.request.in_order else "one"
+            how = "reproducible one" if call.in_order else "one"
             why = f"the {how} for Hopper is not known to be faster for this call."
             return other("triton", why)
     return PassPlan(forward, reason="the forward is by the same.")
@@ -333,7 +336,7 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     if call.problem.bias is None or call.request.implementation is not None or given:
         return backward
     shared = features is not None and features.bias_is_shared
-    faster = shared and call.faster(f"{call.order} with dbias")
+    faster = shared and call.faster(backward=True, dbias=True)
 
     def other(name: str, why: str) -> PassPlan:
         reason = f'A gradient of the bias comes with the backward of "{name}": {why}'
@@ -346,18 +349,51 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     return backward
 
 
-def _check_given(request: Request, passes: Mapping[str, PassPlan]) -> None:
+def _tables(call: _Call, backward: str) -> PassPlan:
+    """Return who computes gradients of tables, if `backward` computes the other ones."""
+    scores = call.problem.scores
+    if backward not in limits.KERNELS or (scores.slopes is None and not scores.operands):
+        return PassPlan("xla")
+    reads = table_gradients.reads_of(scores)
+    if not reads:
+        return PassPlan("xla")
+
+    def other(name: str, why: str) -> PassPlan:
+        return PassPlan(name, reason=f'"{name}" computes gradients of slopes or operands: {why}')
+
+    if (number := next((x.table for x in reads if x.by_pair), None)) is not None:
+        why = (
+            f"Operand {number - 1} is read at q_pos and k_pos other than at q_pos - k_pos, and the "
+            "kernel has no sums for that. An array for pairs is better a `bias`."
+        )
+        return other("xla", why)
+    if backward == "mosaic" and "triton" in call.limits:
+        return other("xla", call.limits["triton"])
+    if backward != "interpret" and (why := lowerable.reads_limit(call.problem)):
+        return other("xla", why)
+    return (
+        other("triton", '"mosaic" has no kernel for it.')
+        if backward == "mosaic"
+        else PassPlan(backward)
+    )
+
+
+def _tangents(call: _Call, forward: str) -> PassPlan:
+    """Return who computes tangents of queries, keys and values, if `forward` computes o."""
+    by = "triton" if forward == "mosaic" else forward
+    return PassPlan(by if by in limits.KERNELS and call.has_backward(by) else "xla")
+
+
+def _check_given(request: Request, forward: PassPlan, backward: Iterable[PassPlan]) -> None:
     """Raise if the call gives tiles to an implementation that does not compute that pass."""
-    sizes, asked = request.tile_sizes, request.implementation
+    sizes, asked = request.config, request.implementation
     if sizes is None or asked is None:
         return
-    forward = {passes["forward"].implementation}
-    backward = {passes[name].implementation for name in ("backward", "dbias")}
-    for kernel in KERNELS:
-        tile, by = sizes.tile(kernel), forward if kernel in FORWARD else backward
-        if tile is not None and not any(sizes.for_backend(name).tile(kernel) for name in by):
+    for kernel, tile in sizes.given.items():
+        by = {x.implementation for x in ([forward] if kernel in FORWARD else backward)}
+        if not any(sizes.for_backend(name).tile(kernel) for name in by):
             raise ValueError(
-                f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
+                f"`config.{kernel}` must be a tile of who computes that pass, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
                 f'implementation={asked!r}. Give "mosaic" its tiles of pallas_flash.tuning, and '
                 "others a pallas_flash.tuning.Tile."
@@ -372,8 +408,8 @@ def warn_of_fallback(plan: Plan, asked: str | None) -> None:
 
     `attention` calls this, and has one wrapper: the warning points to the user's line.
     """
-    chosen, nvidia = plan.forward.implementation, device.target().nvidia
-    if asked is not None or chosen in ("mosaic", "triton") or not nvidia:
+    chosen = plan.forward.implementation
+    if asked is not None or chosen in ("mosaic", "triton") or not plan.on_gpu:
         return
     reason = plan.forward.refused["triton"]
     if reason not in _warned:

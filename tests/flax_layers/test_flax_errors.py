@@ -19,8 +19,8 @@ from support.flax_cases import (
 )
 from support.strict import strictly
 
-from pallas_flash import PrefixLM
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
+from pallas_flash.masks import PrefixLM
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
 
@@ -115,7 +115,7 @@ ERRORS = {
         "rope_theta": (lambda: self_attention(rope_theta=0.0), "`rope_theta` must be pos"),
         "two rotary rules": (
             lambda: self_attention(rope_theta=500.0, rope=apply_rope),
-            "`rope_theta` must be left out with `rope`, .*; got 500.0",
+            "`rope_theta` must be None with `rope`, .*; got 500.0",
         ),
         "x features": (lambda: self_attention()(X[..., 1:]), r"`x` must be .*length, 32\]"),
         "x rank": (lambda: self_attention()(X[0, 0]), "`x` must be"),
@@ -311,6 +311,8 @@ def test_strict_switches(x64):
             FEATURES,
             NUM_HEADS,
             num_kv_heads=2,
+            is_causal=True,
+            rope_theta=10_000.0,
             use_bias=True,
             normalize_qk=True,
             use_sinks=True,

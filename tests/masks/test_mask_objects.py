@@ -12,12 +12,13 @@ from support import cases, jaxprs, oracle
 from support.block_classes import assert_classes, of_pairs, of_ranges
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
 from pallas_flash._arguments.attention import mask_of
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_objects import Call, MaskArray, fitted
+from pallas_flash._problem.mask_leaves import MaskArray
+from pallas_flash._problem.mask_objects import Call, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
+from pallas_flash.masks import BlockMask, Predicate, PrefixLM, Segments
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
@@ -317,6 +318,46 @@ def test_from_mask_finds_blocks(make, q, kv):
         )
 
 
+def largest(scores, k):
+    """The definition of `from_topk`, row by row."""
+    some = np.zeros(scores.shape, bool)
+    for row in np.ndindex(scores.shape[:-1]):
+        candidates = [j for j, x in enumerate(scores[row]) if x > -np.inf]
+        some[row][sorted(candidates, key=lambda j: (-scores[row][j], j))[:k]] = True
+    return some
+
+
+@pytest.mark.parametrize("k", [1, 4, 9, 30])
+def test_from_topk_takes_the_first_of_equal_scores(k):
+    """Small integers are often equal, and bfloat16 has them."""
+    rng = random(k)
+    scores = rng.integers(-2, 3, (2, 3, 7, 9)).astype(np.float32)
+    for number in (-0.0, -np.inf, np.inf, np.nan):
+        scores[rng.random(scores.shape) < 0.12] = number
+    for x in (scores, jnp.asarray(scores, jnp.bfloat16)):
+        np.testing.assert_array_equal(BlockMask.from_topk(x, k).some, largest(scores, k))
+    traced = jax.jit(lambda x: BlockMask.from_topk(x, k, kv_len=35, block_q=8, block_kv=4))(scores)
+    np.testing.assert_array_equal(traced.some, largest(scores, k))
+    assert (traced.block_q, traced.block_kv, traced.kv_len) == (8, 4, 35)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+def test_from_topk_takes_blocks_that_were_chosen_before(dtype):
+    """In any order, some twice, some outside; a ragged last block counts."""
+    numbers = random().integers(0 if dtype == "uint32" else -2, 12, (2, 3, 5, 4)).astype(dtype)
+    blocks = BlockMask.from_topk(numbers, kv_len=35, block_kv=4)
+    some = (numbers[..., None] == np.arange(9)).any(3)
+    np.testing.assert_array_equal(blocks.some, some)
+    kept = jnp.where(blocks.some, jnp.arange(9), -1)
+    np.testing.assert_array_equal(BlockMask.from_topk(kept, kv_len=35, block_kv=4).some, some)
+
+
+def test_from_topk_has_no_gradient():
+    scores = jnp.arange(8.0).reshape(1, 1, 2, 4)
+    gradient = jax.grad(lambda x: (BlockMask.from_topk(x, 2).some * x).sum())(scores)
+    np.testing.assert_array_equal(gradient, largest(scores, 2))
+
+
 # ------------------------------------------------------------------------------------------------
 # As `mask` of a call.
 
@@ -333,7 +374,7 @@ def inputs(q_len=T, kv_len=S):
 
 @functools.cache
 def compiled(implementation):
-    tiles = {"tile_sizes": TILES} if implementation == "interpret" else {}
+    tiles = {"config": TILES} if implementation == "interpret" else {}
 
     @oracle.compiled
     def run(mask, q, k, v, do):
@@ -494,7 +535,7 @@ LENGTHS = [7, 0, 12, 1]
 def test_ids_from_cu_seqlens():
     ends = np.cumsum([0, *LENGTHS]).astype(np.int32)
     want = [i for i, n in enumerate(LENGTHS) for _ in range(n)] + [len(LENGTHS)] * 15
-    ids = functools.partial(pallas_flash.segment_ids_from_cu_seqlens, length=35)
+    ids = functools.partial(pallas_flash.masks.segment_ids_from_cu_seqlens, length=35)
     for x64 in (False, True):
         with jax.enable_x64(x64):
             for got in (ids(ends), ids(jnp.asarray(ends)), jax.jit(ids)(ends)):
@@ -502,7 +543,7 @@ def test_ids_from_cu_seqlens():
                 assert got.tolist() == want
     assert ids(np.array([0], np.int32)).tolist() == [0] * 35
     assert ids(np.array([0, 35], np.int32)).tolist() == [0] * 35
-    assert pallas_flash.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
+    assert pallas_flash.masks.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
     rows = jax.vmap(ids)(int32([[0, 3, 35], [0, 5, 9]]))
     assert rows.tolist() == [[0] * 3 + [1] * 32, [0] * 5 + [1] * 4 + [2] * 26]
 
@@ -523,7 +564,7 @@ def test_packed_queries_and_keys_equal_calls_of_their_own(options, traced):
     q, k, v = (jnp.asarray(rng.standard_normal((n, 2, 8)), jnp.float32) for n in (T, S, S))
 
     def call(q, k, v, of_q, of_k):
-        packed = pallas_flash.arguments_from_cu_seqlens(of_q, of_k, T, S)
+        packed = pallas_flash.masks.arguments_from_cu_seqlens(of_q, of_k, T, S)
         return pallas_flash.attention(q, k, v, implementation="xla", **packed, **options)
 
     call = jax.jit(call) if traced else call
@@ -540,7 +581,7 @@ def test_packed_queries_and_keys_equal_calls_of_their_own(options, traced):
 def test_packed_positions_skip_blocks_above_the_diagonal():
     """In each of the sequences: their positions rise along the row."""
     ends = int32([0, 256, 1024]), int32([0, 512, 1024])
-    packed = pallas_flash.arguments_from_cu_seqlens(*ends, 1024, 1024)
+    packed = pallas_flash.masks.arguments_from_cu_seqlens(*ends, 1024, 1024)
     shape = 1, 1, 1024, 1024
     conditions = dict(is_causal=True, **packed)
     mask = mask_of(shape, **conditions)

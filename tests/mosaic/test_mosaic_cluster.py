@@ -21,14 +21,15 @@ from support.repository import assert_none
 from pallas_flash._backends.mosaic import (
     backward_cluster,
     backward_common,
-    backward_memory,
+    backward_launch,
     backward_splits,
     common,
     tiles,
 )
-from pallas_flash._backends.mosaic.backward_memory import Grads
+from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import features_of
+from pallas_flash._problem.tile_sizes import padded
 
 CLUSTER = "_cluster"  # In the kernel's name.
 
@@ -144,7 +145,7 @@ def test_tiles_fit(head_dim, value_dim, stages):
         qkv, _, given = case.problem("bfloat16")
         call = checked(qkv, given)
         tile = tiles.default(call, features_of(call)).tile("backward")
-        need = common.smem_bytes(backward_memory.scratch(call, tile, Grads.DQ_DK_DV))
+        need = common.smem_bytes(backward_launch.scratch(call, tile, Grads.DQ_DK_DV))
         assert need <= hardware.shared_memory_limit(common.HOPPER)
         assert tile.stages == stages
 
@@ -154,11 +155,11 @@ def test_sums_leave_before_what_may_still_be_sent():
     dims, offenders = range(8, 257, 8), []
     for head_dim, value_dim in ((x, y) for x in dims for y in dims if x + y > 256):
         qkv, _, options = wide(LONG, head_dim, value_dim, T=8, S=8).problem("bfloat16")
-        call, sizes = checked(qkv, options), tiles.padded(head_dim, value_dim)
+        call, sizes = checked(qkv, options), padded(head_dim, value_dim)
         if not Grads.DQ_DK_DV.in_clusters(*sizes):
             continue
-        tile = tiles.backward_tile(*sizes, in_order=False)
-        union = backward_memory.scratch(call, tile, Grads.DQ_DK_DV).tiles
+        tile = backward_launch.largest_tile(*sizes, in_order=False)
+        union = backward_launch.scratch(call, tile, Grads.DQ_DK_DV).tiles
         _, of_dk, _, dk = union.refs
         if common.smem_bytes(dk) > common.smem_bytes(of_dk._replace(ds=None)):
             offenders.append((head_dim, value_dim))
@@ -183,9 +184,9 @@ def with_columns_of_another_cta(patch):
 
 
 def without_subtracting_delta(patch):
-    ds = backward_cluster.ConsumerOfDk.ds
+    ds = backward_cluster.DkConsumer.ds
     patch.setattr(
-        backward_cluster.ConsumerOfDk,
+        backward_cluster.DkConsumer,
         "ds",
         lambda self, j, factors, dp_t, delta: ds(self, j, factors, dp_t, 0 * delta),
     )

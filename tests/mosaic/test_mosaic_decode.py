@@ -20,8 +20,8 @@ from support.lowered import attention, launches, lowered
 from support.mosaic_cases import checked, run_forward
 
 from pallas_flash._autodiff.vjp import public_rows
-from pallas_flash._backends.mosaic import block_ranges, decode_kernel, scheduler
-from pallas_flash._backends.mosaic.tiles import decode_tile
+from pallas_flash._backends.mosaic import decode_kernel, scheduler
+from pallas_flash._backends.mosaic.decode_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import FEW_QUERIES, features_of
 from pallas_flash._problem.traversal import edges_first
@@ -184,14 +184,15 @@ def test_splits_of_scattered_blocks(parts):
     lists = [(full, count) for count in range(6) for full in range(count + 1)]
     tiles = np.array([7, 3, 9, 0, 4], np.int32)
     table = jnp.asarray([[*x, *tiles] for x in lists], jnp.int32)[None, None]
-    cut = np.asarray(decode_kernel.split_entries(block_ranges.entries(table, True), parts, True))
+    entries = decode_kernel.row_entries(table, True)
+    cut = np.asarray(decode_kernel.split_entries(entries, parts, True))
     cut = cut.reshape(len(lists), parts, 4)
     table_ref = emulator.Device(np.asarray(table[0, 0]))
     with emulator.emulated(pytest.MonkeyPatch()):
         for (full, count), mine in zip(lists, cut, strict=True):
             found = []
             for entry in mine:
-                each = block_ranges.partial_first(entry, table_ref)
+                each = decode_kernel.partial_first(entry, table_ref)
                 found += [(int(each.block_at(i)), i < each.partial) for i in range(int(each.count))]
             want = [(t, i >= full) for i, t in enumerate(tiles.tolist()[:count])]
             assert sorted(found) == sorted(want)
@@ -232,7 +233,7 @@ PARTS = [
 def test_splits(S, B, K, T, parts):
     def number(q, k, v, known):
         call = checked((q, k, v), {})
-        tile = decode_tile(features_of(call))
+        tile = default_tile(features_of(call))
         return decode_kernel.num_splits(call, B, Tiling(S, tile.block_kv), tile, known=known)
 
     q, k = (jax.ShapeDtypeStruct((B, n, h, 128), jnp.bfloat16) for n, h in ((T, 4 * K), (S, K)))

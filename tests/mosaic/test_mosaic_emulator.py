@@ -64,7 +64,7 @@ BIAS = with_bias("S", B=1)
 BIAS_IN_TILES = biased(B=1, N=2, K=1, T=601, S=600)
 
 
-PRODUCER = forward_kernel.ProducerWarpgroup
+PRODUCER = forward_kernel.ForwardProducer
 
 
 def with_rows_of_the_bias_moved(patch):

@@ -27,12 +27,13 @@ from support.strict import strictly
 
 import pallas_flash
 from pallas_flash import ScoreMod
-from pallas_flash._backends.mosaic import backward_dbias, candidates, common, forward_kernel, tiles
+from pallas_flash._backends.mosaic import backward_dbias, common, forward_kernel
 from pallas_flash._call.tune import _problem
 from pallas_flash._execution import limits
 from pallas_flash._problem import features
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.scores import LogSum
+from pallas_flash._problem.tile_sizes import padded
 from pallas_flash._selection import resolve
 from pallas_flash.tuning import ForwardTile, TileSizes
 
@@ -92,7 +93,10 @@ def test_clusters_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     assert (
-        tiles.forward_tile(features_of(_problem(*case.problem("bfloat16")[::2]))).cluster_size == 2
+        forward_kernel.default_tile(
+            features_of(_problem(*case.problem("bfloat16")[::2]))
+        ).cluster_size
+        == 2
     )
     assert launches_of(case, reproducible=False) >= 4
 
@@ -133,7 +137,7 @@ def test_dbias_fits_at_all_head_dims(dtype, monkeypatch):
     def run(q, k, v, do, row, bias):
         problem = checked((q, k, v), dict(bias=bias))
         assert problem.large
-        tile = tiles.dbias_tile(problem)
+        tile = backward_dbias.default_tile(problem)
         assert tile.stages >= 1, (q.shape, v.shape)
         backward_dbias.dbias(problem, do, LogSum(row, row), row, tile)
 
@@ -142,7 +146,7 @@ def test_dbias_fits_at_all_head_dims(dtype, monkeypatch):
         jax.ShapeDtypeStruct(*x) for x in (((1, 2, 300), "float32"), ((1, 2, 300, 400), dtype))
     )
     sizes = range(8, 257, 8)
-    for head_dim, value_dim in {tiles.padded(*x) for x in itertools.product(sizes, sizes)}:
+    for head_dim, value_dim in {padded(*x) for x in itertools.product(sizes, sizes)}:
         shapes = (300, head_dim), (400, head_dim), (400, value_dim), (300, value_dim)
         rows = [jax.ShapeDtypeStruct((1, n, 2, size), "bfloat16") for n, size in shapes]
         with described_gpu("NVIDIA H200"), pytest.raises(Launched) as launched:
@@ -188,12 +192,12 @@ def test_tiles_of_a_bias_fit_at_all_head_dims(dtype, options, monkeypatch):
         arrays = dict(key_value_seq_lengths=lengths) if options else {}
         problem = checked((q, q, v), dict(bias=bias) | arrays)
         assert problem.large
-        tile = tiles.forward_tile(features_of(problem))
+        tile = forward_kernel.default_tile(features_of(problem))
         pipeline = forward_kernel.scratch(problem, tile).bias
         slots = pipeline.stages if pipeline else 0
         each = tile.warpgroups * 64 * tile.block_kv * bias.dtype.itemsize
         found.append((each, slots, tile.stages))
-        found.append(candidates.shared_bytes("forward", tile, problem))
+        found.append(common.smem_bytes(forward_kernel.scratch(problem, tile)))
         run_forward(problem)
 
     monkeypatch.setattr(common, "launch", launch)
@@ -381,8 +385,8 @@ def test_shards_have_kernels_the_whole_has_not(monkeypatch):
     """Steps of a ring in `balanced_order`, of which the call as a whole compares positions."""
     rules = resolve.faster_by_mosaic
 
-    def unless_positions(attention_pass, f):
-        return f.mask is not features.MaskKind.OTHER and rules(attention_pass, f)
+    def unless_positions(call):
+        return call.f.mask is not features.MaskKind.OTHER and rules(call)
 
     monkeypatch.setattr(resolve, "faster_by_mosaic", unless_positions)
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")

@@ -12,7 +12,6 @@ from support.compiled_code import machine_code_of, shaped
 from support.lowered import attention, gradients
 from support.mosaic_cases import NO_FLAGS, checked, run_backward, run_forward
 
-from pallas_flash._backends import mosaic
 from pallas_flash._backends.mosaic import backward_dbias, backward_splits, scheduler
 from pallas_flash._problem.scores import LogSum
 from scripts.inspection import gpu_compiler
@@ -307,7 +306,7 @@ def test_machine_code_of_dbias(head_dim, option):
     def call(q, k, v, do, m, l_log2, *values):
         problem = checked((q, k, v), dict(zip(arrays, values, strict=True)) | others)
         log_sum = LogSum(m if problem.large else None, l_log2)
-        return backward_dbias.dbias(problem, do, log_sum, m, mosaic.tiles.dbias_tile(problem))
+        return backward_dbias.dbias(problem, do, log_sum, m, backward_dbias.default_tile(problem))
 
     [(name, _, _, loops)] = machine_code_of(call, *[q] * 4, row, row, *arrays.values())
     [loop] = loops

@@ -7,8 +7,8 @@ from support.compiled_code import shaped
 from support.mosaic_cases import checked
 from support.repository import ROOT
 
-from pallas_flash._backends.mosaic import backward_memory, common, forward_kernel, tiles
-from pallas_flash._backends.mosaic.backward_memory import Grads
+from pallas_flash._backends.mosaic import backward_launch, common, forward_kernel, tiles
+from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._problem.features import features_of
 
 FORWARD, BACKWARD = (ROOT / "docs" / f"hopper-{x}.md" for x in ("forward", "backward"))
@@ -45,7 +45,7 @@ def kib(spec, head_dim, is_causal=False):
 )
 def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
     def spec(problem):
-        return forward_kernel.scratch(problem, tiles.forward_tile(features_of(problem)))
+        return forward_kernel.scratch(problem, forward_kernel.default_tile(features_of(problem)))
 
     assert kib(spec, head_dim, is_causal) == told(FORWARD, row)
 
@@ -62,6 +62,6 @@ def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
 def test_page_of_the_backward_has_its_memory(head_dim, grads, row):
     def spec(problem):
         tile = tiles.default(problem, features_of(problem)).tile("backward")
-        return backward_memory.scratch(problem, tile, grads)
+        return backward_launch.scratch(problem, tile, grads)
 
     assert kib(spec, head_dim) == told(BACKWARD, row)

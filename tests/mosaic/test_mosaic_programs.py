@@ -25,18 +25,16 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash import BlockMask
 from pallas_flash._backends.mosaic import (
     backward_common,
     backward_splits,
-    block_ranges,
     common,
     scheduler,
-    work_loop,
 )
-from pallas_flash._backends.mosaic.tiles import forward_tile
+from pallas_flash._backends.mosaic.forward_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
+from pallas_flash.masks import BlockMask, Predicate
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
 from scripts.benchmark import results
@@ -201,17 +199,16 @@ def test_numbers_of_clusters(T, causal, head_dim, cores, monkeypatch, kernel_cas
         ((4096, 4096, 128), dict(local_window_size=(100, 0)), 1),
         ((4096, 4096, 128), dict(is_causal=True, query_offset=jnp.int32(3)), 1),
         ((4096, 4096, 64), {}, 1),  # Three warpgroups.
-        ((2048, 2048, 256), {}, 2),
-        ((2048, 2048, 128), dict(is_causal=True), 1),
-        ((2048 + 256, 4096, 128), {}, 2),
-        ((2048 + 128, 4096, 128), {}, 1),  # Whose last pair would be half empty.
+        ((4096, 4096, 256), {}, 2),
+        ((2048, 2048, 128), {}, 1),
+        ((4096, 2048, 128), {}, 1),
         ((8192, 512, 128), {}, 1),
     ],
 )
 def test_clusters_where_they_were_faster(sizes, options, programs):
     T, S, H = sizes
     q, k = (jnp.zeros((1, n, 32, H), jnp.bfloat16) for n in (T, S))
-    assert forward_tile(features_of(checked((q, k, k), options))).cluster_size == programs
+    assert default_tile(features_of(checked((q, k, k), options))).cluster_size == programs
 
 
 def test_block_mask_with_positions_has_its_tile():
@@ -227,8 +224,6 @@ def test_block_mask_with_positions_has_its_tile():
 @pytest.mark.parametrize(
     ("length", "heads", "options", "programs"),
     [
-        (2048, 16, {}, 1),
-        (2048, 17, {}, 2),
         (4096, 4, {}, 2),
         (4096, 8, dict(is_causal=True), 1),
         (4096, 9, dict(is_causal=True), 2),
@@ -236,7 +231,7 @@ def test_block_mask_with_positions_has_its_tile():
 )
 def test_no_clusters_for_few_rows(length, heads, options, programs):
     q = jnp.zeros((1, length, heads, 128), jnp.bfloat16)
-    assert forward_tile(features_of(checked((q, q, q), options))).cluster_size == programs
+    assert default_tile(features_of(checked((q, q, q), options))).cluster_size == programs
 
 
 @pytest.mark.parametrize(
@@ -261,7 +256,7 @@ def test_no_clusters_for_few_rows(length, heads, options, programs):
 )
 def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
     q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
-    found = forward_tile(features_of(checked((q, q, q), options)))
+    found = default_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
@@ -278,14 +273,14 @@ def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
     q = jnp.zeros((1, length, 48, head_dim), jnp.bfloat16)
-    found = forward_tile(features_of(checked((q, q, q), options)))
+    found = default_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
 
 def test_short_causal_low_occupancy_wide_tiles():
     """As longer ones: each program has one item."""
     q = jnp.zeros((1, 512, 32, 128), jnp.bfloat16)
-    found = forward_tile(features_of(checked((q, q, q), CAUSAL)))
+    found = default_tile(features_of(checked((q, q, q), CAUSAL)))
     assert (found.warpgroups, found.block_kv) == (2, 128)
 
 
@@ -294,7 +289,7 @@ def test_tiles_are_no_larger_than_blocks(head_dim):
     """Blocks have the usual size of a block mask: full tiles need no mask."""
     q = jnp.zeros((1, 512, 1, head_dim), jnp.bfloat16)
     mask = BlockMask(jnp.ones((1, 1, 4, 4), bool), 128, 128)
-    tile = forward_tile(features_of(checked((q, q, q), dict(mask=mask))))
+    tile = default_tile(features_of(checked((q, q, q), dict(mask=mask))))
     assert 128 % (64 * tile.warpgroups) == 128 % tile.block_kv == 0
 
 
@@ -325,18 +320,18 @@ def test_dynamic_schedule_groups_heads_by_cache(batch, heads, side, tiles, own_h
     shape = batch, heads if own_heads else 1, *rows.shape
     table = jnp.asarray(np.broadcast_to(rows, shape), jnp.int32)
     if listed:
-        entries = block_ranges.streams_of_lists(table, tiles, 1)
+        entries = scheduler.blocks_of_lists(table, tiles, 1)
     else:
-        entries = block_ranges.streams_of_ranges(table, 1)
+        entries = scheduler.blocks_of_ranges(table, 1)
     lists = np.asarray(scheduler.dynamic_schedule(batch, heads, side, entries))
     assert lists.dtype == np.int32 and lists.shape[1] == scheduler.DYNAMIC_COLUMNS
-    items, programs = lists[1:-1], scheduler.num_ctas(lists)
-    assert programs == min(scheduler.NUM_SMS, len(items))
+    items = lists[1:-1]
+    programs = min(scheduler.NUM_SMS, len(items))
     assert lists[0, 0] == 1 + programs and lists[-1, 0] < 0
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    for numbers in items[:, : len(work_loop.WorkTile.columns(0))].tolist():
-        b, h, tile, blocks, visited = work_loop.WorkTile.unpack(numbers)
+    for numbers in items[:, : len(scheduler.WorkTile.columns(0))].tolist():
+        b, h, tile, blocks, visited = scheduler.WorkTile.unpack(numbers)
         row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
         count = stop[tile] - start[tile]
         assert blocks.first == (row if listed else stop[tile] - 1)
@@ -357,22 +352,39 @@ def test_dynamic_schedule_groups_heads_by_cache(batch, heads, side, tiles, own_h
     assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
 
 
-def worklists_of(shape, options, members=1, kv_heads=None):
-    """The schedule of queries of a shape; CTAs have 128 of them, and blocks have 128 keys."""
+def schedule_of(shape, options, members=1, kv_heads=None):
+    """The schedule of a call; a CTA has 128 queries, and a block 128 keys."""
     batch, length, heads, head_dim = shape
     q = jnp.zeros(shape, jnp.bfloat16)
     k = jnp.zeros((batch, length, kv_heads or heads, head_dim), jnp.bfloat16)
     p = checked((q, k, k), options)
-    table = block_ranges.block_table(
-        p.mask, Tiling(length, 64), Tiling(length, 128), "kv", batch, batch
-    )
-    entries = block_ranges.streams_of_ranges(table, 2 * members)
-    return scheduler.schedule(p, batch, p.mask, entries, members)
+    tile = ForwardTile(2, 128, 1, cluster_size=members)
+    # All of its arrays have an axis of instances, of which there is one.
+    mask = jax.tree.map(lambda x: x[None], p.mask)
+    return scheduler.Schedule.from_problem(p, tile, 2, batch, mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "dynamic"),
+    [
+        *((CAUSAL, False), (WINDOW, False)),
+        (dict(mask=Predicate(lambda b, h, q, k: q // 100 == k // 100)), False),
+        (dict(key_value_seq_lengths=jnp.array([5, 300])), True),
+        (dict(mask=BlockMask(jnp.ones((1, 1, 5, 5), bool), 128, 128)), True),
+    ],
+    ids=["causal", "window", "predicate", "lengths", "blocks"],
+)
+def test_schedule_is_dynamic_by_arrays(options, dynamic):
+    schedule = schedule_of((2, 600, 3, 64), options)
+    assert schedule.dynamic == dynamic
+    assert isinstance(schedule.work_tiles, np.ndarray) != dynamic
+    # Batch elements and heads of 5 work tiles; the last ones have 88 queries.
+    assert schedule.num_ctas == 2 * 3 * 5
 
 
 @pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
 def test_all_sms_have_a_cta(members, lists):
-    assert len(worklists_of((2, 4096, 16, 64), CAUSAL, members)) == lists
+    assert schedule_of((2, 4096, 16, 64), CAUSAL, members).num_ctas == lists
 
 
 @pytest.mark.parametrize(
@@ -388,13 +400,13 @@ def test_all_sms_have_a_cta(members, lists):
 )
 def test_static_schedule_takes_few_heads(shape, kv_heads, options, members, together):
     """At the same time; and no program is late."""
-    lists = worklists_of(shape, options, members, kv_heads)
+    lists = schedule_of(shape, options, members, kv_heads).work_tiles
     items = [mine[1 : 1 + mine[0, 0]] for mine in lists]
     places = [tuple(x) for x in np.concatenate(items)[:, :3].tolist()]
     batch, length, heads, _ = shape
     tiles = length // (128 * members)
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
-    count = len(scheduler.WHERE) + block_ranges.KvBlocks._fields.index("count")
+    count = len(scheduler.WHERE) + scheduler.KvBlocks._fields.index("count")
     ends = [(mine[:, count] + 1.5).cumsum() for mine in items]
     assert max(x[-1] for x in ends) <= 1.03 * np.mean([x[-1] for x in ends])
     at_work, found = {}, []
@@ -433,7 +445,7 @@ def test_each_query_tile_has_one_work_tile(case, monkeypatch):
     [lists] = map(np.asarray, launched.value.args)
     known = [row[1 : 1 + row[0, 0]] for row in lists] if lists.ndim == 3 else [lists[1:-1]]
     items = sorted(tuple(x) for x in np.concatenate(known)[:, :3].tolist())
-    tiles = -(-call.q_len // (64 * forward_tile(features_of(call)).warpgroups))
+    tiles = -(-call.q_len // (64 * default_tile(features_of(call)).warpgroups))
     assert items == list(itertools.product(*map(range, (call.batch, call.num_heads, tiles))))
 
 
@@ -557,11 +569,11 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
     ranges = [x for x in itertools.product(range(4), repeat=4) if list(x) == sorted(x)]
     together = list(itertools.product(ranges[:: warpgroups**2], repeat=warpgroups))
     rows = xp.asarray(np.concatenate(together)[None, None, :-1], np.int32)
-    entries = block_ranges.streams_of_ranges(rows, warpgroups)
+    entries = scheduler.blocks_of_ranges(rows, warpgroups)
     assert type(entries) is type(rows)
     rows = [*np.asarray(rows)[0, 0].tolist(), (0, 0, 0, 0)]
     for n, entry in enumerate(np.asarray(entries)[0, 0].tolist()):
-        blocks, visited = block_ranges.unpack(np.array(entry))
+        blocks, visited = scheduler.unpack(np.array(entry))
         order = [int(blocks.block_at(i, None)) for i in range(blocks.count)]
         mine = rows[n * warpgroups :][:warpgroups]
         some = [x for x in mine if x[0] < x[3]]
@@ -569,7 +581,7 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
         assert sorted(order) == list(range(first, last))
         each = zip(*visited, strict=True)
         for (start, full_start, full_stop, stop), places in zip(mine, each, strict=True):
-            places = block_ranges.VisitedBlocks(*map(int, places))
+            places = scheduler.VisitedBlocks(*map(int, places))
             assert sorted(places) == list(places)
             assert sorted(order[places.start : places.stop]) == list(range(start, stop))
             partial = order[places.start : places.full] + order[places.tail : places.stop]
@@ -581,8 +593,8 @@ def test_warpgroups_compute_their_blocks(warpgroups, xp):
 def test_blocks_descend():
     """From the last one that any warpgroup visits, with the example of the docstring."""
     ranges = np.array([(0, 0, n, n + 1) for n in (4, 5, 6)], np.int32)[None, None]
-    [stream] = block_ranges.streams_of_ranges(ranges, 3)[0, 0]
-    blocks, visited = block_ranges.unpack(stream)
+    [stream] = scheduler.blocks_of_ranges(ranges, 3)[0, 0]
+    blocks, visited = scheduler.unpack(stream)
     assert blocks == (6, 7, 0)
     assert [int(blocks.block_at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
     assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]

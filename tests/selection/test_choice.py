@@ -6,7 +6,7 @@ The rules of `preferences.py` meet every call that was timed by both.
 import pytest
 
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
-from pallas_flash._selection.preferences import RULES, Measured, faster_by_mosaic, rule_of
+from pallas_flash._selection.preferences import RULES, Measured, Rule, faster_by_mosaic, rule_of
 from scripts import make_tables
 from scripts.benchmark import choice
 
@@ -69,21 +69,23 @@ def timed():
         yield r["pass"], r, gain
 
 
-def call_of(attention_pass, r):
-    """The pass as a rule sees it, and its name for `faster_by_mosaic`."""
-    name = attention_pass.removesuffix(" of few programs")
-    backward = name != "forward"
-    call = Measured(features_of(r), r["D"], backward, "in order" in name, "dbias" in name)
-    return call, name
+def call_of(name, r) -> Measured:
+    """A pass, by its name in the results, as a rule sees it."""
+    return Measured(features_of(r), name != "forward", "in order" in name, "dbias" in name)
+
+
+def lost_by(rule: Rule, call: Measured, gain: float) -> float:
+    """The time that a rule loses, as a part of its own; below 0 if it wins."""
+    return (1 / gain if rule.prefers_mosaic(call) else gain) - 1
 
 
 def test_rules_pick_the_faster_by_the_results(capsys):
     """Calls that a rule decides against their own time are printed, the dearest first."""
     losses = []
     for attention_pass, r, gain in timed():
-        call, name = call_of(attention_pass, r)
-        loss = (1 / gain if faster_by_mosaic(name, call.f) else gain) - 1
-        losses.append((loss, attention_pass, r["D"], r["T"], r["shape"], rule_of(call).kind))
+        rule = rule_of(call := call_of(attention_pass, r))
+        lost = lost_by(rule, call, gain), attention_pass, r["D"], r["T"], r["shape"]
+        losses.append((*lost, rule.kind))
     assert len(losses) > 300
     lost = sorted((x for x in losses if x[0] > 0), reverse=True)
     with capsys.disabled():
@@ -93,28 +95,19 @@ def test_rules_pick_the_faster_by_the_results(capsys):
     assert {x[4] for x in lost if x[0] > ALLOWED} == KNOWN
 
 
-def test_every_rule_decides_for_some_call():
-    """But those for what was not measured."""
-    deciding = {rule_of(call_of(*x[:2])[0]).kind for x in timed()}
-    assert {x.kind for x in RULES if "not measured" not in x.kind} <= deciding
-
-
-def test_rules_without_their_exceptions_cost_more():
-    """Each exception is worth a line: without it a call that was timed loses more than allowed."""
-    worth = set()
+def test_rules_gain_what_they_say():
+    """Each is worth its lines: without it a call that was timed loses more than allowed."""
+    gains = {}
     for attention_pass, r, gain in timed():
-        call, _ = call_of(attention_pass, r)
-        rule = rule_of(call)
-        rest = RULES[RULES.index(rule) + 1 :]
-        if rest:
-            other = next(x for x in rest if x.fits(call))
-            picks = [min(r["T"], r["S"]) >= x.since for x in (rule, other)]
-            if picks[0] != picks[1]:
-                lost = (1 / gain if picks[1] else gain) - 1
-                if lost > ALLOWED:
-                    worth.add(rule.kind)
-    unmeasured = {x.kind for x in RULES if "not measured" in x.kind}
-    assert {x.kind for x in RULES[:-1]} - worth <= unmeasured
+        rule = rule_of(call := call_of(attention_pass, r))
+        other = next((x for x in RULES[RULES.index(rule) + 1 :] if x.fits(call)), rule)
+        if rule.prefers_mosaic(call) != other.prefers_mosaic(call):
+            gains[rule.kind] = max(gains.get(rule.kind, 0), lost_by(other, call, gain))
+    assert {kind: round(gain, 2) for kind, gain in gains.items()} == {
+        rule.kind: rule.gain for rule in RULES if rule.gain is not None
+    }
+    assert min(gains.values()) > ALLOWED
+    assert all(x.gain or "not measured" in x.kind for x in RULES[:-1])
 
 
 # Timed on an H200 by both, forward and backward together, so the results have no lines of them:
@@ -131,7 +124,7 @@ TIMED_TOGETHER = [
 def test_rules_for_calls_timed_in_both_passes(attention_pass, mosaic, call):
     same = dict(dtype="bfloat16", num_heads=16, num_kv_heads=16)
     features = CallFeatures(**same, **call, value_dim=call["head_dim"], kv_len=call["q_len"])
-    assert faster_by_mosaic(attention_pass, features) == mosaic
+    assert faster_by_mosaic(Measured(features, attention_pass == "backward")) == mosaic
 
 
 @pytest.mark.parametrize("attention_pass", ["forward", "backward"])
@@ -141,6 +134,6 @@ def test_auto_selected_times_are_of_the_choice(attention_pass):
     for r in make_tables.records("h200"):
         if (r["implementation"], r["pass"]) == ("ours", attention_pass):
             ran_mosaic = any(name.endswith("_mosaic_gpu_kernel") for name in r["kernels"])
-            if ran_mosaic != faster_by_mosaic(attention_pass, features_of(r)):
+            if ran_mosaic != faster_by_mosaic(call_of(attention_pass, r)):
                 others.append(r["shape"])
     assert not others

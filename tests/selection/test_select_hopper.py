@@ -7,9 +7,9 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Chunked, Predicate
 from pallas_flash._jax import compat
 from pallas_flash._selection import resolve
+from pallas_flash.masks import BlockMask, Chunked, Predicate
 from pallas_flash.tuning import BackwardTile, Tile, TileSizes
 
 
@@ -222,9 +222,11 @@ def test_wide_heads_that_hopper_does_not_serve(newer_jax, options, reason):
 def decided(monkeypatch, **faster):
     """From now on these passes, with `_` for spaces, are known to be faster, or not."""
 
-    def rule(attention_pass, f, rules=resolve.faster_by_mosaic):
-        known = faster.get(attention_pass.replace(" ", "_"))
-        return rules(attention_pass, f) if known is None else known
+    def rule(call, rules=resolve.faster_by_mosaic):
+        name = "backward" if call.backward else "forward"
+        name += "_in_order" * call.deterministic + "_with_dbias" * call.dbias
+        known = faster.get(name)
+        return rules(call) if known is None else known
 
     monkeypatch.setattr(resolve, "faster_by_mosaic", rule)
 
@@ -270,7 +272,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
             "not known to be faster",
         ),
         (dict(mask=~Chunked(64), length=1024, head_dim=64), "not known to be faster"),
-        (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
+        (dict(config=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
         (
             dict(score_mod=lambda s, b, h, q, k: jnp.floor(s)),
             "Pallas cannot lower `floor` in `score_mod` to Mosaic GPU.",
@@ -319,7 +321,7 @@ def test_an_older_jax_has_no_kernels_for_hopper(monkeypatch):
 
 
 def plan_of(**options):
-    """Return the implementations of the backward without and with a gradient of the bias."""
+    """Return the plan of a call of `on_hopper`."""
     plans = []
 
     def spied(*call, right=resolve.resolve):
@@ -330,6 +332,11 @@ def plan_of(**options):
         patch.setattr(resolve, "resolve", spied)
         on_hopper(**options)
     [plan] = plans
+    return plan
+
+
+def backwards(plan):
+    """Return who computes the backward without and with a gradient of the bias."""
     return plan.backward.implementation, plan.dbias.implementation
 
 
@@ -345,8 +352,8 @@ BIAS = dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16))
         (BIAS | dict(implementation="mosaic"), False, ("mosaic", "mosaic")),
         (BIAS | dict(implementation="triton"), True, ("triton", "triton")),
         (BIAS | dict(dtype=jnp.float32), True, ("triton", "triton")),
-        (BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), False, ("mosaic", "mosaic")),
-        (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), True, ("triton", "triton")),
+        (BIAS | dict(config=TileSizes(dkv=BackwardTile(64, 2))), False, ("mosaic", "mosaic")),
+        (BIAS | dict(config=TileSizes(dq=Tile(64, 64))), True, ("triton", "triton")),
         ({}, False, ("mosaic", "mosaic")),
     ],
     ids=told,
@@ -355,14 +362,37 @@ def test_the_gradient_of_a_bias_is_chosen_by_its_own_times(
     newer_jax, monkeypatch, options, faster, by
 ):
     decided(monkeypatch, backward_with_dbias=faster, backward_in_order_with_dbias=False)
-    assert plan_of(**options) == by
+    assert backwards(plan_of(**options)) == by
     sentence = "A gradient of the bias" in on_hopper(**options).reason
     assert sentence == (by[0] != by[1])
 
 
+SLOPES = dict(alibi_slopes=jnp.ones(16))
+
+
+@pytest.mark.parametrize(
+    ("options", "tables", "tangents"),
+    [
+        (SLOPES, "triton", "triton"),
+        (SLOPES | dict(implementation="triton"), "triton", "triton"),
+        (SLOPES | dict(implementation="xla"), "xla", "xla"),
+        (SLOPES | dict(config=TileSizes(dq=Tile(64, 32))), "triton", "triton"),
+        (dict(alibi_slopes=jnp.ones(4), head_dim=512), "xla", "xla"),
+    ],
+    ids=told,
+)
+def test_plan_says_who_computes_tables_and_tangents(newer_jax, options, tables, tangents):
+    plan = plan_of(**options)
+    for x, by in (plan.tables, tables), (plan.tangents, tangents):
+        assert x.implementation == by
+        assert [*x.tiles.given] == ["dq"] * (by == "triton")
+        assert x.tiles == options.get("config", x.tiles)
+    assert ("tables" in on_hopper(**options).tiles) == (tables == "triton")
+
+
 def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):
     decided(monkeypatch, backward=False)
-    assert plan_of(**BIAS) == ("triton", "mosaic")
+    assert backwards(plan_of(**BIAS)) == ("triton", "mosaic")
     reason = on_hopper(**BIAS).reason
     assert 'A gradient of the bias comes with the backward of "mosaic": it is faster.' in reason
 

@@ -260,12 +260,11 @@ def run_once(monkeypatch):
 def test_lowered_once_gives_wanted_gradients(run_once):
     """The cache of exported passes knows which gradients a call asks for."""
     p = problem_of(dataclasses.replace(cases.BY_NAME["sinks"], B=1, T=8, S=8))
-    o, log_sum = run_once._alone("_forward_alone", p, again=True)
+    o, log_sum = run_once._forward_here(p, again=True)
     rows = p, o, log_sum, jnp.ones_like(o), None
     for wanted in (Wanted(), Wanted(sinks=True), Wanted()):
         got, want = (
-            run_once._alone("_backward_alone", *rows, wanted=wanted, again=again)
-            for again in (True, False)
+            run_once._backward_here(*rows, wanted=wanted, again=again) for again in (True, False)
         )
         assert (got.sinks is not None) == wanted.sinks
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, want)
@@ -283,7 +282,5 @@ def test_lowered_once_for_each_x64_mode(run_once):
     )
     for x64 in (False, True):
         with jax.enable_x64(x64):
-            got, want = (
-                run_once._alone("_forward_alone", p, again=again)[0] for again in (True, False)
-            )
+            got, want = (run_once._forward_here(p, again=again)[0] for again in (True, False))
         np.testing.assert_allclose(got, want, rtol=1e-5)

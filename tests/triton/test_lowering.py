@@ -20,7 +20,8 @@ from support.judge import ROUNDING, judge
 from support.lowered_triton import TILES, _attention, differentiated
 
 import pallas_flash
-from pallas_flash._backends.triton import backward_dkv, common
+from pallas_flash._backends.triton import backward_dkv, grid
+from pallas_flash._backends.triton.spec import MAX_QUICK_CAP
 from pallas_flash.tuning import Tile, TileSizes
 
 # A launch for dk and one for dv.
@@ -115,7 +116,7 @@ def test_heads_side_by_side(heads, monkeypatch, kernel_case):
     case = dataclasses.replace(
         cases.BY_NAME["causal, whole tiles"], B=heads // 2, T=128, S=128, N=8, K=4
     )
-    monkeypatch.setattr(common, "STREAMED_L2_BYTES", heads * case.S * (case.H + case.V) * 4)
+    monkeypatch.setattr(grid, "STREAMED_L2_BYTES", heads * case.S * (case.H + case.V) * 4)
     problem = case.problem("float32")
     results, runs = differentiated(problem)
     judge(case, "float32", results, problem)
@@ -289,14 +290,14 @@ def test_precision_reaches_every_product(precision, instruction):
     assert all(precisions == {instruction} for precisions in used.values()), used
 
 
-BEYOND = math.nextafter(common.MAX_QUICK_CAP, math.inf)
+BEYOND = math.nextafter(MAX_QUICK_CAP, math.inf)
 
 
 @pytest.mark.parametrize(
     ("dtype", "cap", "quick"),
     [
-        ("bfloat16", common.MAX_QUICK_CAP, True),
-        ("float16", common.MAX_QUICK_CAP, True),
+        ("bfloat16", MAX_QUICK_CAP, True),
+        ("float16", MAX_QUICK_CAP, True),
         ("bfloat16", BEYOND, False),
         ("float16", BEYOND, False),
         ("float32", 1.0, False),
@@ -316,7 +317,7 @@ def test_quick_tanh_needs_16_bits_and_a_small_cap(dtype, cap, quick):
             assert ("tanh" in kernel.text) != quick, kernel.name
 
 
-@pytest.mark.parametrize("cap", [common.MAX_QUICK_CAP, 2.0**24])
+@pytest.mark.parametrize("cap", [MAX_QUICK_CAP, 2.0**24])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_cap_far_above_scores_changes_nothing(dtype, cap):
     """A cap multiplies the error of tanh. The quick one would be off by 4 at the larger cap."""
@@ -340,10 +341,10 @@ PRODUCTS = {"pallas_flash_forward": 2, "pallas_flash_dkv": 4, "pallas_flash_dq":
 def test_work_is_proportional_to_visited_tiles(form):
     array = jnp.asarray(_BLOCKS.repeat(32, axis=2).repeat(32, axis=3))
     masks = {
-        "blocks": pallas_flash.BlockMask(jnp.asarray(_BLOCKS), 32, 32),
+        "blocks": pallas_flash.masks.BlockMask(jnp.asarray(_BLOCKS), 32, 32),
         "array": array,
-        "predicate": pallas_flash.BlockMask.from_mask(
-            pallas_flash.Predicate(lambda b, h, q, k, x: x[h, q, k], (array[0],)),
+        "predicate": pallas_flash.masks.BlockMask.from_mask(
+            pallas_flash.masks.Predicate(lambda b, h, q, k, x: x[h, q, k], (array[0],)),
             320,
             320,
             num_heads=2,

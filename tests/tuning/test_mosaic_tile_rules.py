@@ -4,7 +4,7 @@ import itertools
 
 from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
 
-from pallas_flash._backends.mosaic.tiles import FORWARD_RULES, forward_tile
+from pallas_flash._backends.mosaic.forward_kernel import TILE_RULES, default_tile, rule_of
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
 from pallas_flash.tuning import ForwardTile
 
@@ -23,13 +23,12 @@ def calls():
 
 
 def test_every_rule_decides_for_some_call():
-    deciding = [next(rule.kind for rule in FORWARD_RULES if rule.fits(f)) for f in calls()]
-    assert set(deciding) == {rule.kind for rule in FORWARD_RULES}
+    assert {rule_of(f) for f in calls()} == set(TILE_RULES)
 
 
 def test_clusters_share_keys_only_where_tiles_are_known():
     """Two CTAs need the same keys, in the same order."""
-    sharing = {(f.mask, f.by_arrays) for f in calls() if forward_tile(f).cluster_size > 1}
+    sharing = {(f.mask, f.by_arrays) for f in calls() if default_tile(f).cluster_size > 1}
     assert sharing == {(MaskKind.FULL, False), (MaskKind.CAUSAL, False)}
 
 
@@ -38,4 +37,4 @@ def test_block_mask_among_others_has_its_tile():
     sizes = dict(head_dim=64, value_dim=64, q_len=4096, kv_len=4096)
     heads = dict(batch=1, num_heads=16, num_kv_heads=16)
     features = CallFeatures("bfloat16", **sizes, **heads, mask=MaskKind.OTHER, has_block_mask=True)
-    assert forward_tile(features) == ForwardTile(2, 128, 1)
+    assert default_tile(features) == ForwardTile(2, 128, 1)

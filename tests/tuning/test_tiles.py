@@ -15,10 +15,9 @@ import pytest
 from support import ttir
 
 from pallas_flash import attention
-from pallas_flash._backends.triton.common import QueryTiles, side_by_side
-from pallas_flash._backends.triton.tiles import table
-from pallas_flash._backends.triton.tiles.rule import _smaller, splits_of_heads
-from pallas_flash._execution.tile_choice import backend, completed
+from pallas_flash._backends.triton.grid import QueryTiles, side_by_side
+from pallas_flash._backends.triton.tiles import FEW, _smaller, splits_of_heads
+from pallas_flash._execution.tile_choice import completed
 from pallas_flash._jax.hardware import shared_memory_limit
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
@@ -83,7 +82,7 @@ def chosen(
         all_rows=rows,
         all_kv_rows=kv_rows,
     )
-    return completed(asked, None, f, backend("triton"))
+    return completed(asked, None, f, "triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +216,9 @@ def test_options_of_a_long_call_choose_its_tile(options, block_q):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("size", table.FEW, ids=str)
+@pytest.mark.parametrize("size", FEW, ids=str)
 def test_calls_with_few_programs_have_tiles_of_their_own(size, masked):
-    most, tiles = table.FEW[size]
+    most, tiles = FEW[size]
     of = dict(zip(("head_dim", "itemsize"), size, strict=True), masked=masked)
     usual = tiles_of(chosen(**of, rows=2**16))
     most = most if masked else most // 2
@@ -417,7 +416,7 @@ def test_what_is_asked_for_is_refused_exactly_where_it_does_not_fit(kernel):
         other = {"dk": {"dv": Tile(16, 16)}, "dv": {"dk": Tile(16, 16)}}.get(kernel, {})
         asked, q_len = TileSizes(**{kernel: tile}, **other), 1 if kernel == "decode" else 99
         if needed(kernel, tile, 128, itemsize=2) > LIMITS[8, 9] * KIB:
-            with pytest.raises(ValueError, match=f"`tile_sizes.{kernel}` must fit"):
+            with pytest.raises(ValueError, match=f"`config.{kernel}` must fit"):
                 chosen(asked, 128, capability=(8, 9), q_len=q_len)
         else:
             accepted += 1
@@ -479,7 +478,7 @@ def test_arrays_over_pairs_count_for_a_tile_that_is_asked_for():
         if fits:
             assert chosen(asked, 128, pair_bytes=pair_bytes).forward == asked.forward
         else:
-            with pytest.raises(ValueError, match=r"`tile_sizes\.forward` must fit"):
+            with pytest.raises(ValueError, match=r"`config\.forward` must fit"):
                 chosen(asked, 128, pair_bytes=pair_bytes)
 
 

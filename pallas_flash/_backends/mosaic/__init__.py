@@ -19,15 +19,14 @@ from pallas_flash._backends.mosaic import (
     decode_wide,
     forward_kernel,
     forward_wide,
-    tiles,
 )
-from pallas_flash._backends.mosaic.backward_memory import Grads
+from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._backends.mosaic.backward_preprocess import preprocess
 from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import TileSizes
+from pallas_flash._problem.tile_sizes import TileSizes, padded
 
 
 def forward(problem: Problem, sizes: TileSizes):
@@ -35,7 +34,7 @@ def forward(problem: Problem, sizes: TileSizes):
     if sizes.decode is not None:
         return decode_kernel.decode(problem, sizes.tile("decode"), problem.visible_keys())
     tile, valid = sizes.tile("forward"), problem.valid_lengths()
-    wide = tiles.is_wide(problem)
+    wide = forward_wide.serves(problem)
     if wide and problem.decodes_prefix:
         return decode_wide.decode(problem, tile)
     run = forward_wide.forward if wide else forward_kernel.forward
@@ -73,23 +72,23 @@ def backward(
         in_order: whether every sum must have a fixed order, so that all runs give the same bits.
     """
     p = problem
-    head_dim, _ = tiles.padded(p.head_dim, p.value_dim)
+    head_dim, _ = padded(p.head_dim, p.value_dim)
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
     valid = None if want_bias else p.valid_lengths()
     center = key_center.center_for_shift(p, log_sum)
-    delta, centered_log_sum, *zeros = preprocess(
+    delta, centered_log_sum, *dq_sums = preprocess(
         *(p, o, do, log_sum),
-        head_dim=0 if in_order else head_dim,
+        dq_columns=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.
         valid=None if valid is None or want_scale else valid[0],
         center=center,
     )
     if dlse is not None:
         dlse = jnp.moveaxis(dlse, 2, 1)
-        padded = jnp.pad(dlse, ((0, 0), (0, 0), (0, delta.shape[2] - p.q_len)))
+        dlse_of_tiles = jnp.pad(dlse, ((0, 0), (0, 0), (0, delta.shape[2] - p.q_len)))
         # `dlse` may be NaN in rows without visible keys, which must not reach delta.
-        delta = jnp.where(centered_log_sum.l_log2 == jnp.inf, 0, delta - padded)
+        delta = jnp.where(centered_log_sum.l_log2 == jnp.inf, 0, delta - dlse_of_tiles)
     delta_of_rows = delta[:, :, : p.q_len]
     sinks = sinks_gradient(p.sinks, log_sum, delta_of_rows) if want_sinks else None
     row_sums = None
@@ -114,7 +113,7 @@ def backward(
         )
         dscale = None if dscale is None else dscale.sum()
     else:
-        options |= dict(zeros=zeros[0], center=center)
+        options |= dict(dq_sums=dq_sums[0], center=center)
         grads = _grads(clean, rows, sizes.tile("backward"), valid, deterministic=False, **options)
         dq = grads["dq"]
         if want_scale:
@@ -129,17 +128,17 @@ def backward(
     if want_bias:
         l_log2 = jnp.where(log_sum.l_log2 == -jnp.inf, jnp.inf, log_sum.l_log2)
         dbias = backward_dbias.dbias(
-            clean, do, log_sum._replace(l_log2=l_log2), delta, tiles.dbias_tile(p)
+            clean, do, log_sum._replace(l_log2=l_log2), delta, backward_dbias.default_tile(p)
         )
     return Gradients(dq, grads["dk"], grads["dv"], dscale, dbias, sinks)
 
 
-def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, zeros=None, **options) -> dict:
+def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, dq_sums=None, **options) -> dict:
     """Return what the launches of `backward_launch` compute, by name."""
     (do, log_sum, delta), results = rows, {}
-    sizes = tiles.padded(p.head_dim, p.value_dim)
+    sizes = padded(p.head_dim, p.value_dim)
     for grads in Grads.launches(*sizes, deterministic=deterministic):
-        options |= dict(zeros=zeros if grads.dq else None, deterministic=deterministic)
+        options |= dict(dq_sums=dq_sums if grads.dq else None, deterministic=deterministic)
         results |= backward_launch.backward(p, do, log_sum, delta, tile, grads, valid, **options)
     return results
 

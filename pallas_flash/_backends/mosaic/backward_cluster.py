@@ -41,7 +41,7 @@ has one of two sets of tiles, in the same memory; sums leave through it in the e
 | received [2, 128, 64] | ds_t | p_t, as registers hold it |
 | numbers, float32 [stages + 1, ..] | the LSE | delta |
 | one more row of it | barriers of messages (1) | the same |
-| pairs, see `backward_memory` | masks of the inner tile, where there is room | |
+| pairs, see `pairs_pipelines` | masks of the inner tile, where there is room | |
 
 (1) An array of their own would take 1 KiB, the room of a mask's tile at head dim 256.
 
@@ -59,9 +59,9 @@ an arrival is one at the barriers of both CTAs.
 | started | 1 of each CTA | consumer 0 | consumers | messages may be sent |
 | ended | 2 of each CTA | consumers | consumers | both CTAs have received all messages |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed |
-| named 5 | 256 threads | consumers of CTA 1 | the same | both have written ds_t |
-| named 6 | 256 threads | consumers | consumers | both have read all tiles: sums may go there |
-| named 7 | 256 threads | consumers | consumers | both have centered their keys |
+| DS_WRITTEN | 256 threads (4) | consumers of CTA 1 | the same | both have written ds_t |
+| TILES_READ | 256 threads | consumers | consumers | both have read all tiles: sums go there |
+| KEYS_CENTERED | 256 threads | consumers | consumers | both have centered their keys |
 
 (2) A slot needs no empty barrier. Numbers j are copied when do of step j - n has been read, for n
 stages of do. In CTA 0 that was for dv(j - n), after consumers had used numbers j - n; in CTA 1 for
@@ -70,8 +70,10 @@ dp_t(j - n), after they had used numbers j - n - 1. So n or n + 1 slots suffice:
 (3) A message needs no acknowledgement, because the next message back implies it. CTA 0 sends
 p_t(j + 2) when both of its consumers have received ds_t(j) and computed dq(j). CTA 1 sends
 ds_t(j + 2) when it has received p_t(j + 2). So two buffers suffice in `received`. In `ds` they do
-because both consumers of CTA 1 have computed dq(j) when they meet at barrier 5 of step j + 1, and
+because both consumers of CTA 1 have computed dq(j) when they meet at DS_WRITTEN of step j + 1, and
 CTA 0 has received ds_t(j) when it sends p_t(j + 2).
+
+(4) Named barriers, see `Meeting`.
 """
 
 import abc
@@ -84,33 +86,132 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._backends.mosaic import common, ptx
-from pallas_flash._backends.mosaic.backward_common import Operands
-from pallas_flash._backends.mosaic.backward_keys import (
-    DS_WRITTEN,
-    LOOP_ENDED,
-    PRODUCER,
-    ROWS,
-    Cta,
-    KeysConsumer,
-    KeysProducer,
-    OuterKeysConfig,
-    store_sums,
-    subtract_center,
+from pallas_flash._backends.mosaic.backward_common import (
+    Operands,
+    copies_in_strips,
+    num_statistics,
+    statistics,
 )
-from pallas_flash._backends.mosaic.backward_memory import (
+from pallas_flash._backends.mosaic.backward_keys import (
     BLOCK_KV,
     CONSUMERS,
     DS_STAGES,
-    ClusterScratch,
-    strips_of_dq,
+    PRODUCER,
+    Cta,
+    KeysConsumer,
+    KeysProducer,
+    Meeting,
+    OuterKeysConfig,
+    pairs_pipelines,
+    store_sums,
+    subtract_center,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._problem.dropout import drop, rescaled
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.tile_sizes import BackwardTile, padded
 
 plgpu = common.plgpu
 
-OF_DV, OF_DK = 0, 1  # Ranks of the CTAs.
-MESSAGE_BYTES = 2 * BLOCK_KV * ROWS
+CLUSTER = 2  # CTAs.
+OF_DV, OF_DK = 0, 1  # Their ranks.
+MESSAGE_BYTES = 2 * BLOCK_KV * ptx.ROWS
+
+
+# ------------------------------------------------------------------------------------------------
+# Shared memory
+# ------------------------------------------------------------------------------------------------
+
+
+class TilesOfDv(NamedTuple):
+    """Tiles of the CTA of a cluster that sums dv."""
+
+    k: Any
+    q: Any
+    do: Any
+
+
+class TilesOfDk(NamedTuple):
+    """Tiles of the CTA of a cluster that sums dk; `k` has its columns of dq, None if none."""
+
+    v: Any
+    k: Any
+    q: Any
+    do: Any
+    ds: Any
+
+
+class ClusterScratch(NamedTuple):
+    """Shared memory of a CTA of `backward_cluster`; None where there is nothing."""
+
+    # A union: `TilesOfDv`, `TilesOfDk`, dv and dk on their way to device memory.
+    tiles: Any
+    queries: Pipeline
+    cotangents: Pipeline
+    received: Any
+    numbers: Any
+    pairs: Pipeline | None
+    k_full: Any
+    v_full: Any
+    numbers_full: Any
+    started: Any
+    ended: Any
+    landed: Any
+
+
+def strips_of_dq(strips: int) -> tuple[int, int]:
+    """Return how many of the `strips` of dq's columns each CTA of a cluster computes."""
+    return strips - strips // 2, strips // 2
+
+
+def cluster_scratch(p: Problem, tile: BackwardTile, has_lengths: bool) -> ClusterScratch:
+    """Return its specification; arguments as of `backward_launch.scratch`."""
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    rows, stages = ptx.ROWS, tile.stages
+
+    def strips(columns, *outer, rows=BLOCK_KV):
+        return common.strips(p.dtype, *outer, rows=rows, columns=columns)
+
+    def inner(columns, stages):
+        return strips(columns, stages, rows=rows)
+
+    def pipeline(dim, tiles):
+        copies = copies_in_strips(dim, tiles)
+        return Pipeline.spec(None, stages + 1, copies=copies, consumers=CONSUMERS)
+
+    k, v = strips(head_dim), strips(value_dim)
+    count, _, width = k.shape
+    _, here = strips_of_dq(count)
+    # ds and k are operands of dq's product, and have to lie alike.
+    ds = plgpu.SMEM((DS_STAGES, BLOCK_KV, rows), p.dtype, transforms=ptx.tiled(width))
+    q, do = inner(head_dim, stages + 1), inner(value_dim, stages + 1)
+    of_dk = TilesOfDk(
+        v=v,
+        k=common.strips(p.dtype, rows=BLOCK_KV, columns=here * width, width=width)
+        if here
+        else None,
+        q=inner(head_dim, stages),
+        do=inner(value_dim, stages),
+        ds=ds,
+    )
+    memory = ClusterScratch(
+        tiles=plgpu.RefUnion(
+            *(TilesOfDv(k, q, do), of_dk, inner(value_dim, CONSUMERS), inner(head_dim, CONSUMERS))
+        ),
+        queries=pipeline(p.head_dim, q),
+        cotangents=pipeline(p.value_dim, do),
+        received=ds,
+        numbers=statistics(p, stages + 2, rows),
+        pairs=None,
+        k_full=common.barriers(1, count),
+        v_full=common.barriers(1, v.shape[0] + here),
+        numbers_full=common.barriers(stages + 1, num_statistics(p)),
+        started=common.barriers(1, 1, CLUSTER),
+        ended=common.barriers(1, CONSUMERS, CLUSTER),
+        landed=common.barriers(1) if has_lengths else None,
+    )
+    pipelines = pairs_pipelines(p, rows, stages, bias=False)
+    return memory._replace(pairs=common.first_that_fits(memory, pipelines))
 
 
 class Columns(NamedTuple):
@@ -156,7 +257,56 @@ def tiles_of_rank(scratch: ClusterScratch, rank: int):
 # ------------------------------------------------------------------------------------------------
 
 
-class Consumer(KeysConsumer):
+class Messages(NamedTuple):
+    """Messages between the CTAs of a cluster, one a step each way; see notes 1 and 3.
+
+    Attributes:
+        received: the buffers, [DS_STAGES, 128, 64]; a message goes to the same place in both CTAs.
+        barriers: shared memory for a barrier of each buffer.
+        width: columns of a strip of ds_t.
+        warpgroup: the consumer that sends and receives.
+        mine: the slice of its 64 rows of a buffer.
+    """
+
+    received: Any
+    barriers: Any
+    width: int
+    warpgroup: Any
+    mine: Any
+
+    def start(self, started):
+        """Let messages come, when both CTAs are ready for them."""
+
+        def start_messages():
+            ptx.start_messages(self.barriers, DS_STAGES, MESSAGE_BYTES)
+            plgpu.barrier_arrive(started)
+
+        common.when(self.warpgroup == 0)(start_messages)
+        plgpu.barrier_wait(started)
+
+    def wait(self, j):
+        """Wait for the message of step j; return its buffer."""
+        n = common.remainder(j, DS_STAGES)
+        ptx.wait_for_message(self.barriers, n, common.remainder(common.quotient(j, DS_STAGES), 2))
+        expect = functools.partial(ptx.expect_message, self.barriers, n, MESSAGE_BYTES)
+        common.when(self.warpgroup == 0)(expect)
+        return n
+
+    def send_p(self, j, p_t):
+        """Send the message of step j to CTA 1, from registers."""
+        n = common.remainder(j, DS_STAGES)
+        ptx.send_words(p_t, self.received.at[n, self.mine], self.barriers, n, OF_DK, self.width)
+
+    def take_p(self, n, dtype):
+        """Return what `send_p` has sent to buffer n."""
+        return ptx.take_words(self.received.at[n, self.mine], dtype, self.width)
+
+    def send_ds(self, n, ds_t):
+        """Send a message to buffer n of CTA 0, from shared memory."""
+        ptx.send_tile(ds_t, self.received.at[n, self.mine], self.barriers, n, OF_DV, self.width)
+
+
+class ClusterConsumer(KeysConsumer):
     """A consumer warpgroup of either CTA."""
 
     rank: int
@@ -170,18 +320,14 @@ class Consumer(KeysConsumer):
         self.columns = Columns.from_rank(self.tiles, self.rank)
         self.dtype, self.pairs = self.tiles.q.dtype, None
         self.slots = scratch.numbers.shape[0] - 1
-        self.messages = scratch.numbers.at[self.slots]
 
     def before_keys(self):
-        """Let messages come, when both CTAs are ready for them."""
-        started = self.scratch.started.at[0]
-
-        def start_messages():
-            ptx.start_messages(self.messages, DS_STAGES, MESSAGE_BYTES)
-            plgpu.barrier_arrive(started)
-
-        common.when(self.warpgroup == 0)(start_messages)
-        plgpu.barrier_wait(started)
+        """Let messages come."""
+        barriers = self.scratch.numbers.at[self.slots]
+        self.messages = Messages(
+            self.scratch.received, barriers, self.columns.width, self.warpgroup, self.mine
+        )
+        self.messages.start(self.scratch.started.at[0])
 
     def keys_full(self):
         """Return the barrier of the outer tile."""
@@ -189,7 +335,7 @@ class Consumer(KeysConsumer):
 
     def epilogue(self, sums):
         """Scale the sums and store them."""
-        ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
+        Meeting.TILES_READ.wait()
         # Computed again: no register keeps it over the loop.
         options = self.config.options.element_options(self.operands.options, self.cta.b)
         self.store(self.scaled(sums, options))
@@ -207,22 +353,14 @@ class Consumer(KeysConsumer):
 
     def zeros(self):
         """Return the sums of keys that no query sees."""
-        shape = ROWS, ptx.columns_of(self.sums_like)
+        shape = ptx.ROWS, ptx.columns_of(self.sums_like)
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ptx.WGMMA)
 
     def start_first_product(self, j, pipeline: Pipeline):
         """Start the product of the warpgroup's outer rows and of an inner tile."""
         # The compiler is not to compute places before the loop.
-        mine = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
+        mine = pl.ds(ptx.anew(self.warpgroup) * ptx.ROWS, ptx.ROWS)
         return ptx.product_t(self.outer.at[:, mine], pipeline.smem_of(j))
-
-    def wait_for_message(self, j):
-        """Wait for the message of step j; return its buffer."""
-        n = common.remainder(j, DS_STAGES)
-        ptx.wait_for_message(self.messages, n, common.remainder(common.quotient(j, DS_STAGES), 2))
-        expect = functools.partial(ptx.expect_message, self.messages, n, MESSAGE_BYTES)
-        common.when(self.warpgroup == 0)(expect)
-        return n
 
     def wait_for_numbers(self, j):
         """Wait for the numbers of step j; return their slot."""
@@ -250,7 +388,7 @@ class Consumer(KeysConsumer):
         dq, columns, config = ptx.wait(products, dq), self.columns, self.config
         head, first_query = self.inner.place_of(j)
         tile = self.cta.b * config.num_q_heads + self.first_head + head
-        tile = tile * config.dq_tiles + common.quotient(first_query, ROWS)
+        tile = tile * config.dq_tiles + common.quotient(first_query, ptx.ROWS)
         group = tile * ptx.groups(ptx.columns_of(self.queries.smem_of(0)))
         of_strip = ptx.groups(columns.width)
         group = group + (columns.first + self.first_strip()) * of_strip
@@ -269,7 +407,7 @@ class Consumer(KeysConsumer):
         store_sums(self.config, self.cta, self.warpgroup, sums, staged, ref)
 
 
-class ConsumerOfDv(Consumer):
+class DvConsumer(ClusterConsumer):
     """A consumer of CTA 0: s_t, p_t and dv."""
 
     rank, name = OF_DV, "dv"
@@ -294,7 +432,7 @@ class ConsumerOfDv(Consumer):
         last = self.inner.count - 1
         dv = self.step(jnp.int32(0), self.zeros(), first=True)
         dv = lax.fori_loop(jnp.int32(1), last + 1, self.step, dv)
-        self.add_dq(last, 0, self.start_dq(self.wait_for_message(last)))
+        self.add_dq(last, 0, self.start_dq(self.messages.wait(last)))
         return dv
 
     def step(self, j, dv, first: bool = False):
@@ -305,11 +443,11 @@ class ConsumerOfDv(Consumer):
         p_t = self.send_p(j, s_t)
         self.cotangents.consumer_wait(j)
         dv = ptx.accumulate(dv, p_t, self.cotangents.smem_of(j))
-        dq = None if first else self.start_dq(self.wait_for_message(j - 1))
-        plgpu.wgmma_wait(0 if dq is None else 1)
+        dq = None if first else self.start_dq(self.messages.wait(j - 1))
+        dv = ptx.wait(0 if dq is None else 1, dv)
         self.cotangents.consumer_release(j)
         self.add_dq(j - 1, 0, dq)
-        return plgpu.layout_cast(dv, ptx.WGMMA)
+        return dv
 
     def send_p(self, j, s_t):
         """Send p_t to CTA 1; return it after dropout, in the dtype of the operands.
@@ -328,12 +466,7 @@ class ConsumerOfDv(Consumer):
             return numbers - exponent if name == "lse" else numbers
 
         p_t = scores.weights(s_t, statistic)
-        buffer = common.remainder(j, DS_STAGES)
-        ptx.send_words(
-            scores.factors(p_t).astype(dtype),
-            self.scratch.received.at[buffer, self.mine],
-            *(self.messages, buffer, OF_DK, self.columns.width),
-        )
+        self.messages.send_p(j, scores.factors(p_t).astype(dtype))
         return scores.dropped(p_t).astype(self.dtype)
 
     def ds_and_k(self, n):
@@ -341,7 +474,7 @@ class ConsumerOfDv(Consumer):
         return self.scratch.received.at[n], self.tiles.k
 
 
-class ConsumerOfDk(Consumer):
+class DkConsumer(ClusterConsumer):
     """A consumer of CTA 1: dp_t, ds_t and dk."""
 
     rank, name = OF_DK, "dk"
@@ -376,17 +509,16 @@ class ConsumerOfDk(Consumer):
         """Compute dk and dq of one inner tile, and dp_t of the next one."""
         dk, dp_t = carry
         slot = self.wait_for_numbers(j)
-        delta = plgpu.load(self.scratch.numbers.at[slot, pl.ds(0, ROWS)], layout=ptx.COLUMN)
-        n = self.wait_for_message(j)
-        width, (dtype, _) = self.columns.width, message_format(self.config, self.dtype)
-        factors = ptx.take_words(self.scratch.received.at[n, self.mine], dtype, width)
+        delta = plgpu.load(self.scratch.numbers.at[slot, pl.ds(0, ptx.ROWS)], layout=ptx.COLUMN)
+        n = self.messages.wait(j)
+        dtype, _ = message_format(self.config, self.dtype)
+        factors = self.messages.take_p(n, dtype)
         ds_t = self.ds(j, factors.astype(jnp.float32), dp_t, delta).astype(self.dtype)
         my_ds = self.tiles.ds.at[n, self.mine]
         my_ds[...] = ds_t
         ptx.fence()
-        ptx.meet(DS_WRITTEN, 128 * CONSUMERS)
-        place = self.scratch.received.at[n, self.mine]
-        ptx.send_tile(my_ds, place, self.messages, n, OF_DV, width)
+        Meeting.DS_WRITTEN.wait()
+        self.messages.send_ds(n, my_ds)
         dq = self.start_dq(n)
         self.queries.consumer_wait(j)
         dk = ptx.accumulate(dk, ds_t, self.queries.smem_of(j))
@@ -395,11 +527,11 @@ class ConsumerOfDk(Consumer):
         common.when(more)(lambda: self.cotangents.consumer_wait(j + 1))
         dp_t = self.start_first_product(j + 1, self.cotangents)
         self.add_dq(j, 2, dq)
-        plgpu.wgmma_wait(1)
+        dk = ptx.wait(1, dk)
         self.queries.consumer_release(j)
         dp_t = ptx.wait(0, dp_t)
         self.cotangents.consumer_release(j + 1)
-        return plgpu.layout_cast(dk, ptx.WGMMA), dp_t
+        return dk, dp_t
 
     def ds(self, j, factors, dp_t, delta):
         """Return ds_t."""
@@ -437,7 +569,7 @@ def message_format(config: OuterKeysConfig, dtype) -> tuple[Any, int]:
 # ------------------------------------------------------------------------------------------------
 
 
-class Producer(KeysProducer):
+class ClusterProducer(KeysProducer):
     """The warpgroup of a CTA that starts all copies; `rank` is the CTA's."""
 
     def __init__(self, config: OuterKeysConfig, operands: Operands, grads, memory, cta: Cta, rank):
@@ -485,7 +617,7 @@ class Producer(KeysProducer):
         cotangents.producer_wait(j)
         self.copy_queries(operands.do, h, first_query, cotangents.smem_of(j), cotangents.filled(j))
         slot = common.remainder(j, memory.numbers.shape[0] - 1)
-        full, rows = memory.numbers_full.at[slot], pl.ds(first_query, ROWS)
+        full, rows = memory.numbers_full.at[slot], pl.ds(first_query, ptx.ROWS)
         # CTA 1 reads delta alone; as many copies as in CTA 0 complete the barrier.
         of_dk = ["delta"] * len(config.statistics)
         for name, source in zip(
@@ -513,7 +645,7 @@ def pallas_flash_backward_cluster(
     b, head = config.place(head, outer)
     cta, warpgroup = Cta(b, head, kv_tile), lax.axis_index("warpgroup")
     rank = lax.axis_index(common.RANK)
-    for consumer in (ConsumerOfDv, ConsumerOfDk):
+    for consumer in (DvConsumer, DkConsumer):
         here = rank == consumer.rank
 
         @common.when(config.exists(head, here & (warpgroup < CONSUMERS)))
@@ -522,4 +654,4 @@ def pallas_flash_backward_cluster(
 
         @common.when(config.exists(head, here & (warpgroup == PRODUCER)))
         def _(consumer=consumer):
-            Producer(config, operands, grads, scratch, cta, consumer.rank).run()
+            ClusterProducer(config, operands, grads, scratch, cta, consumer.rank).run()

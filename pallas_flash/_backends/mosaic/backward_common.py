@@ -54,7 +54,7 @@ class Operands(NamedTuple):
         center: float32 [B, K, H padded], a vector that keys have in common; None if they have none.
         is_centered: int32 [B, K], whether this vector is not zero.
         row_sums: float32 [B, N, rows], the sums of ds over a row; None if they are zero.
-        table: int32, the rows of `block_ranges.block_table`; None without a mask.
+        table: int32, the rows of `scheduler.block_table`; None without a mask.
         options: the arrays of `Options.operands`.
         streamed: the (q, k) arrays of which tiles are copied.
     """
@@ -141,6 +141,27 @@ def mask_for(problem: Problem, q: Tiling, kv: Tiling, valid) -> Mask:
 
 
 # ------------------------------------------------------------------------------------------------
+# Shared memory
+# ------------------------------------------------------------------------------------------------
+
+
+def num_statistics(p: Problem) -> int:
+    """Return how many statistics a row has: the maximum may be apart from the LSE."""
+    return 2 if p.large else 1
+
+
+def statistics(p: Problem, stages: int, rows: int):
+    """Return the shared memory of all statistics: an array begins at a multiple of 1 KiB."""
+    return plgpu.SMEM((stages, num_statistics(p) * rows), jnp.float32)
+
+
+def copies_in_strips(dim: int, tiles) -> int:
+    """Return how many copies take a tile of `in_strips`, of this head dim."""
+    strips, _, width = tiles.shape[-3:]
+    return 1 if dim == strips * width else strips
+
+
+# ------------------------------------------------------------------------------------------------
 # Configurations
 # ------------------------------------------------------------------------------------------------
 
@@ -150,7 +171,7 @@ class BackwardConfig(common.KernelConfig):
     """The configuration of a kernel of the backward, known at compile time.
 
     Attributes:
-        table_shape: of `block_ranges.block_table`, if there is a mask.
+        table_shape: of `scheduler.block_table`, if there is a mask.
         may_be_idle: whether a CTA may have no inner tiles.
         q: the tiles of queries.
         num_heads: heads in the grid, or splits of heads.

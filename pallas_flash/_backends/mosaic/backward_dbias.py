@@ -31,17 +31,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, scheduler
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.backward_common import (
     BackwardConfig,
     Operands,
     ScoreTile,
     mask_for,
+    statistics,
 )
-from pallas_flash._backends.mosaic.backward_memory import statistics
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
-from pallas_flash._backends.mosaic.tiles import DbiasTile
 from pallas_flash._problem.blocks import BlockClasses, Tiling, lists
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.masks import Mask
@@ -52,11 +51,36 @@ from pallas_flash._problem.tile_sizes import padded
 
 plgpu = common.plgpu
 
-CONSUMERS, ROWS = 2, 64  # Warpgroups, and queries of each.
+CONSUMERS = 2  # Warpgroups.
 PRODUCER = CONSUMERS  # Its number.
-BLOCK_Q = CONSUMERS * ROWS
+BLOCK_Q = CONSUMERS * ptx.ROWS
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
+
+
+class DbiasTile(NamedTuple):
+    """The tile of this kernel, which has 128 queries.
+
+    Attributes:
+        block_kv: keys of a tile.
+        stages: pipeline stages of queries and keys, and of cotangents and values.
+    """
+
+    block_kv: int
+    stages: int
+
+
+def default_tile(p: Problem) -> DbiasTile:
+    """Return the tile of this kernel: with 128 keys, if they fit."""
+    itemsize, width = min(4, p.bias.dtype.itemsize), sum(padded(p.head_dim, p.value_dim))
+
+    def stages(block_kv: int) -> int:
+        room, each = common.ROOM - 64 * block_kv * itemsize, (128 + block_kv) * width
+        # The float32 rows of 128 queries may take 2 KB, in two stages 3 KB, and barriers one more.
+        return 2 if room - 1024 // 2 >= 2 * each else min(1, room // each)
+
+    block_kv = 128 if stages(128) else 64
+    return DbiasTile(block_kv, stages(block_kv))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +155,7 @@ class Steps:
         return self._first + j >= self._full if self._config.masked else False
 
 
-class ConsumerWarpgroup:
+class DbiasConsumer:
     """One of the two warpgroups that compute, with 64 queries of the outer tile."""
 
     def __init__(
@@ -139,7 +163,7 @@ class ConsumerWarpgroup:
     ):
         self.config, self.operands, self.dbias_ref = config, operands, dbias_ref
         self.s, self.dp, self.steps, self.warpgroup = scratch.s, scratch.dp, steps, warpgroup
-        self.shape, self.mine = (ROWS, config.kv.block), pl.ds(warpgroup * ROWS, ROWS)
+        self.shape, self.mine = (ptx.ROWS, config.kv.block), pl.ds(warpgroup * ptx.ROWS, ptx.ROWS)
         self.bias: Any = None if scratch.bias is None else scratch.bias.at[self.mine]
 
     def run(self):
@@ -156,7 +180,7 @@ class ConsumerWarpgroup:
 
     def first_of(self, q_tile, kv_tile):
         """Return the first query and the first key of the warpgroup's tile."""
-        return q_tile * BLOCK_Q + self.warpgroup * ROWS, kv_tile * self.config.kv.block
+        return q_tile * BLOCK_Q + self.warpgroup * ptx.ROWS, kv_tile * self.config.kv.block
 
     def load_bias(self):
         """Read the warpgroup's half of the bias, to shared memory."""
@@ -186,7 +210,7 @@ class ConsumerWarpgroup:
         config, s_stage, dp_stage = self.config, self.s.stage(j), self.dp.stage(j)
         # Opaque: the compiler would compute places that all steps share before the loop, and spill.
         place = tuple(map(ptx.anew, self.steps.place_of(j)))
-        rows = pl.ds(ptx.anew(self.warpgroup) * ROWS, ROWS)
+        rows = pl.ds(ptx.anew(self.warpgroup) * ptx.ROWS, ptx.ROWS)
         # A running product holds the registers of its result.
         busy = config.masked or config.options.drops
 
@@ -267,7 +291,7 @@ def pallas_flash_dbias(operands: Operands, dbias_ref, *, static: DbiasConfig, **
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
         steps = Steps(config, operands.table, number)
-        ConsumerWarpgroup(config, operands, dbias_ref, scratch, steps, warpgroup).run()
+        DbiasConsumer(config, operands, dbias_ref, scratch, steps, warpgroup).run()
 
     @common.when(warpgroup == PRODUCER)
     def _():
@@ -333,7 +357,7 @@ def _table(mask: Mask, q: Tiling, kv: Tiling, inner: tuple[int, ...], instances:
     def classes_of(mask: Mask):
         return lists(BlockClasses(*map(of_one, mask.block_classes(q, kv))))
 
-    return block_ranges.map_instances(classes_of, mask, instances)
+    return scheduler.map_instances(classes_of, mask, instances)
 
 
 def _copyable(x, columns: int):

@@ -38,7 +38,7 @@ copies (TMA) of inner tiles.
 | queries | stages x ([strips, block_q, width], float32 [statistics * block_q]) | q, and the LSE |
 | cotangents | stages x ([strips, block_q, width], float32 [block_q]) | do, and delta |
 | ds | [2, 128, block_q] | ds_t of both warpgroups, of this step and of the one before |
-| pairs | see `backward_memory` | bias and mask of the inner tile, where there is room |
+| pairs | see `pairs_pipelines` | bias and mask of the inner tile, where there is room |
 
 **Barriers.** A copy arrives once, and a warpgroup of 128 threads arrives once. Full barriers are
 waited for in each of their phases, empty ones before a stage is filled: at first all stages are
@@ -55,15 +55,16 @@ released.
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
 | pairs.full[stage] | 2 for a bias (4), 1 a mask | their copies | consumers | tiles are there |
 | pairs.empty[stage] | 2 | consumers | producer | bias and mask have been read |
-| named 5 | 256 threads | consumers | consumers | both have written ds_t, for dq |
-| named 6 | 256 threads | consumers | consumers | both have read k, or do: results may go there |
-| named 7 | 256 threads | consumers | consumers | both have centered their keys |
+| DS_WRITTEN | 256 threads (5) | consumers | consumers | both have written ds_t, for dq |
+| TILES_READ | 256 threads | consumers | consumers | both have read k, or do: results go there |
+| KEYS_CENTERED | 256 threads | consumers | consumers | both have centered their keys |
 
 (1) Each consumer copies its own 64 keys, one copy for each strip of k and of v, and both wait for
 all. With valid lengths the producer copies 128 keys, so that there are half as many copies. (2) If
 a tile reaches beyond a valid length, its copies arrive here and not at its full barrier. The
 producer waits for each, zeroes the rows, and arrives at the full barrier in its place. (3) Where dv
 has a launch of its own, it leaves through the stages of do. (4) One for the keys of each consumer.
+(5) Named barriers, see `Meeting`.
 
 **A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys. Time
 runs to the right, and `|` is a wait:
@@ -86,23 +87,94 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash._backends.mosaic import common, ptx
-from pallas_flash._backends.mosaic.backward_common import Operands, ScoreTile, TileCopies
+from pallas_flash._backends.mosaic.backward_common import (
+    Operands,
+    ScoreTile,
+    TileCopies,
+    copies_in_strips,
+    num_statistics,
+    statistics,
+)
 from pallas_flash._backends.mosaic.backward_keys import (
-    DS_WRITTEN,
-    LOOP_ENDED,
+    BLOCK_KV,
+    CONSUMERS,
+    DS_STAGES,
     PRODUCER,
-    ROWS,
     Cta,
+    Grads,
     KeysConsumer,
     KeysProducer,
+    Meeting,
     OuterKeysConfig,
+    pairs_pipelines,
     store_sums,
     subtract_center,
 )
-from pallas_flash._backends.mosaic.backward_memory import CONSUMERS, DS_STAGES, Grads, KeysScratch
+from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._problem.dropout import rescaled
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.tile_sizes import BackwardTile, padded
 
 plgpu = common.plgpu
+
+
+# ------------------------------------------------------------------------------------------------
+# Shared memory
+# ------------------------------------------------------------------------------------------------
+
+
+class KeysScratch(NamedTuple):
+    """Shared memory of a CTA of `backward_kernel`; None where there is nothing."""
+
+    k: Any
+    v: Any
+    queries: Pipeline
+    cotangents: Pipeline
+    ds: Any
+    pairs: Pipeline | None
+    kv_full: Any
+    delta_full: Any
+    landed: Any
+
+
+def keys_scratch(p: Problem, tile: BackwardTile, grads: Grads, has_lengths: bool) -> KeysScratch:
+    """Return its specification; arguments as of `backward_launch.scratch`."""
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    stages, block_q = grads.stages(tile), tile.block_q
+    k_sm = common.strips(p.dtype, rows=BLOCK_KV, columns=head_dim)
+    v_sm = common.strips(p.dtype, rows=BLOCK_KV, columns=value_dim) if grads.dk else None
+    kv_copies = k_sm.shape[-3] + (v_sm.shape[-3] if v_sm else 0)
+    # ds and k are operands of dq's product, and have to lie alike.
+    ds = plgpu.SMEM((DS_STAGES, BLOCK_KV, block_q), p.dtype, transforms=ptx.tiled(head_dim))
+
+    def pipeline(dim, columns, copies, **scalars):
+        tiles = common.strips(p.dtype, stages, rows=block_q, columns=columns)
+        copies += copies_in_strips(dim, tiles)
+        smem = dict(tiles=tiles, **scalars)
+        return Pipeline.spec(smem, stages, copies=copies, consumers=CONSUMERS)
+
+    memory = KeysScratch(
+        k=k_sm,
+        v=v_sm,
+        queries=pipeline(
+            *(p.head_dim, head_dim, num_statistics(p)), statistics=statistics(p, stages, block_q)
+        ),
+        cotangents=pipeline(
+            *(p.value_dim, value_dim, 0), delta=plgpu.SMEM((stages, block_q), jnp.float32)
+        ),
+        ds=ds if grads.dq else None,
+        pairs=None,
+        kv_full=common.barriers(1, kv_copies * (1 if has_lengths else CONSUMERS)),
+        delta_full=common.barriers(stages) if grads.dk else None,
+        landed=common.barriers(1) if has_lengths else None,
+    )
+    pipelines = pairs_pipelines(p, block_q, stages)
+    return memory._replace(pairs=common.first_that_fits(memory, pipelines))
+
+
+# ------------------------------------------------------------------------------------------------
+# Consumers
+# ------------------------------------------------------------------------------------------------
 
 
 class Sums(NamedTuple):
@@ -112,12 +184,7 @@ class Sums(NamedTuple):
     dv: Any = None
 
 
-# ------------------------------------------------------------------------------------------------
-# Consumers
-# ------------------------------------------------------------------------------------------------
-
-
-class ConsumerWarpgroup(KeysConsumer):
+class BackwardConsumer(KeysConsumer):
     """One of the two warpgroups that compute."""
 
     def __init__(self, config, operands, grads, scratch: KeysScratch, cta, warpgroup):
@@ -159,7 +226,7 @@ class ConsumerWarpgroup(KeysConsumer):
         """Return the sums of keys that no query sees."""
 
         def zeros(columns: int):
-            return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), ptx.WGMMA)
+            return plgpu.layout_cast(jnp.zeros((ptx.ROWS, columns), jnp.float32), ptx.WGMMA)
 
         return Sums(
             dk=zeros(self.head_dim) if self.grads.dk else None,
@@ -179,8 +246,8 @@ class ConsumerWarpgroup(KeysConsumer):
         """
         extras, config = self.options.extras, self.config
         others = extras.scores or extras.dropout is not None or config.scattered
-        busy = others or (config.masked and self.block_q > ROWS)
-        return pl.ds((ptx.anew(self.warpgroup) if busy else self.warpgroup) * ROWS, ROWS)
+        busy = others or (config.masked and self.block_q > ptx.ROWS)
+        return pl.ds((ptx.anew(self.warpgroup) if busy else self.warpgroup) * ptx.ROWS, ptx.ROWS)
 
     def start_s(self, j):
         """Start s_t = k @ q.T."""
@@ -208,7 +275,7 @@ class ConsumerWarpgroup(KeysConsumer):
     def start_dq(self, j):
         """Start this warpgroup's part of dq = ds_t.T @ k."""
         ds, k = self.scratch.ds.at[common.remainder(j, DS_STAGES)], self.scratch.k
-        if self.block_q > ROWS:
+        if self.block_q > ptx.ROWS:
             # Half of the queries, all columns.
             return ptx.product_of_transposed(ds.at[:, self.mine], k)
         # All queries, half of the columns.
@@ -258,13 +325,13 @@ class ConsumerWarpgroup(KeysConsumer):
             ptx.fence()
             self.cotangents.consumer_release(j)
         if self.grads.dq:
-            dk = self.add_dq(j, place, ds_t, dk)
+            dk, dv = self.add_dq(j, place, ds_t, Sums(dk, dv))
         else:
             dk = self.start_dk(j, dk, ds_t)
-            self.release_cotangents(j, 1)
-        plgpu.wgmma_wait(0)
+            dv = self.wait_dv(j, dv, running=1)
+        dk = ptx.wait(0, dk)
         self.queries.consumer_release(j)
-        return _finished(Sums(dk, dv))
+        return Sums(dk, dv)
 
     def step_of_dv(self, j, place, sums: Sums) -> Sums:
         """Compute one inner tile where dv has a launch of its own."""
@@ -275,31 +342,30 @@ class ConsumerWarpgroup(KeysConsumer):
         self.queries.consumer_release(j)
         self.cotangents.consumer_wait(j)
         dv = self.start_dv(j, sums.dv, p_t, scores)
-        plgpu.wgmma_wait(0)
-        self.cotangents.consumer_release(j)
-        return _finished(Sums(dv=dv))
+        return Sums(dv=self.wait_dv(j, dv, running=0))
 
-    def release_cotangents(self, j, products: int):
-        """Release do when no more than `products` run: dv's is the oldest one.
+    def wait_dv(self, j, dv, *, running: int):
+        """Return dv when at most `running` products still run, its own the oldest; release do.
 
         delta needs no `ptx.fence`: ds depends on it, and is an operand of a product by then.
         """
-        if self.grads.dv:
-            plgpu.wgmma_wait(products)
+        if dv is not None:
+            dv = ptx.wait(running, dv)
             self.cotangents.consumer_release(j)
+        return dv
 
-    def add_dq(self, j, place, ds_t, dk):
-        """Add this warpgroup's part of dq to device memory; return dk, whose product runs."""
+    def add_dq(self, j, place, ds_t, sums: Sums) -> Sums:
+        """Add this warpgroup's part of dq to device memory; the product of dk still runs then."""
         my_ds = self.scratch.ds.at[common.remainder(j, DS_STAGES)].at[self.mine]
         my_ds[...] = ds_t
         ptx.fence()
-        ptx.meet(DS_WRITTEN, 128 * CONSUMERS)
+        Meeting.DS_WRITTEN.wait()
         dq = self.start_dq(j)
         # The registers of a thread have no room for 256 columns and for ds_t.
-        dk = self.start_dk(j, dk, my_ds if self.head_dim > 192 else ds_t)
-        self.release_cotangents(j, 2)
+        dk = self.start_dk(j, sums.dk, my_ds if self.head_dim > 192 else ds_t)
+        dv = self.wait_dv(j, sums.dv, running=2)
         self.store_dq(place, ptx.wait(1, dq))
-        return dk
+        return Sums(dk, dv)
 
     def store_dq(self, place, dq):
         """Add a part of dq to device memory by atomic adds."""
@@ -309,11 +375,11 @@ class ConsumerWarpgroup(KeysConsumer):
         tile = self.cta.b * config.num_q_heads + self.first_head + head
         tile = tile * config.dq_tiles + common.quotient(first_query, 64)
         # Its part of the columns, or the next tile. One index needs fewer registers than several.
-        offset = head_dim if self.block_q > ROWS else head_dim - columns
+        offset = head_dim if self.block_q > ptx.ROWS else head_dim - columns
         group = tile * ptx.groups(head_dim) + self.warpgroup * ptx.groups(offset)
         ref = self.grads_refs["dq"].at[group]
         # Both warpgroups computed the columns in the middle; warpgroup 0 adds them.
-        twice = ptx.groups(columns - offset) if self.block_q == ROWS else 0
+        twice = ptx.groups(columns - offset) if self.block_q == ptx.ROWS else 0
         if twice:
             first = functools.partial(ptx.add_fragments, dq, ref, slice(twice))
             common.when(self.warpgroup == 0)(first)
@@ -324,7 +390,7 @@ class ConsumerWarpgroup(KeysConsumer):
         """Scale the sums and store them."""
         if self.grads.dq or not self.grads.dk:
             # Results leave through shared memory that both warpgroups have read.
-            ptx.meet(LOOP_ENDED, 128 * CONSUMERS)
+            Meeting.TILES_READ.wait()
         # Computed again: no register keeps it over the loop.
         options = self.config.options.element_options(self.operands.options, self.cta.b)
         dropout, (dk, dv) = options.extras.dropout, sums
@@ -341,7 +407,7 @@ class ConsumerWarpgroup(KeysConsumer):
         They leave through the shared memory of the keys and values of this warpgroup, which only it
         reads by now; without v through a stage of do. Sums of splits leave from registers.
         """
-        scratch, mine = self.scratch, pl.ds(self.warpgroup * ROWS, ROWS)
+        scratch, mine = self.scratch, pl.ds(self.warpgroup * ptx.ROWS, ptx.ROWS)
         of_dv = scratch.v.at[:, mine] if self.grads.dk else self.do_sm.at[self.warpgroup]
         staged = Sums(dk=scratch.k.at[:, mine], dv=of_dv)
         for name, x, tile in zip(Sums._fields, sums, staged, strict=True):
@@ -349,17 +415,12 @@ class ConsumerWarpgroup(KeysConsumer):
                 store_sums(self.config, self.cta, self.warpgroup, x, tile, self.grads_refs[name])
 
 
-def _finished(sums: Sums) -> Sums:
-    """Return sums after a wait for their products."""
-    return Sums(*(None if x is None else plgpu.layout_cast(x, ptx.WGMMA) for x in sums))
-
-
 # ------------------------------------------------------------------------------------------------
 # Producer
 # ------------------------------------------------------------------------------------------------
 
 
-class ProducerWarpgroup(KeysProducer):
+class BackwardProducer(KeysProducer):
     """The warpgroup that starts the copies of inner tiles."""
 
     scratch: KeysScratch
@@ -426,8 +487,8 @@ def pallas_flash_backward(operands: Operands, added, *outputs, static: OuterKeys
 
     @common.when(config.exists(head, warpgroup < CONSUMERS))
     def _():
-        ConsumerWarpgroup(*args, warpgroup).run()
+        BackwardConsumer(*args, warpgroup).run()
 
     @common.when(config.exists(head, warpgroup == PRODUCER))
     def _():
-        ProducerWarpgroup(*args).run()
+        BackwardProducer(*args).run()

@@ -6,6 +6,8 @@ the configuration here, consumer warpgroups with 64 keys each, and a producer wa
 
 import abc
 import dataclasses
+import enum
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,18 +23,66 @@ from pallas_flash._backends.mosaic.backward_common import (
     TileCopies,
     store_tile,
 )
-from pallas_flash._backends.mosaic.backward_memory import BLOCK_KV, CONSUMERS, Grads
 from pallas_flash._backends.mosaic.backward_splits import Splits
 from pallas_flash._backends.mosaic.pipeline import Pipeline
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.tile_sizes import BackwardTile, in_clusters
 
 plgpu = common.plgpu
 
-ROWS = 64  # Keys, or queries, of a consumer warpgroup.
-PRODUCER = CONSUMERS  # Its number.
+# Keys of a CTA, and the consumer warpgroups that share them.
+BLOCK_KV, CONSUMERS = 128, 2
+# Stages for the ds_t that these exchange: one is written while the other is read.
+DS_STAGES = 2
+PRODUCER = CONSUMERS  # Number of the producer warpgroup.
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
-# Named barriers; the docstring of each kernel says who meets there, and why.
-DS_WRITTEN, LOOP_ENDED, KEYS_CENTERED = 5, 6, 7
+
+
+class Meeting(enum.IntEnum):
+    """Named barriers of both consumer warpgroups, by what both have done when they leave.
+
+    The docstring of each kernel says why they meet.
+    """
+
+    DS_WRITTEN = ptx.FREE_BARRIER
+    TILES_READ = enum.auto()
+    KEYS_CENTERED = enum.auto()
+
+    def wait(self):
+        """Wait for the other consumer warpgroup."""
+        ptx.meet(self, 128 * CONSUMERS)
+
+
+class Grads(enum.Enum):
+    """The gradients of a launch, by its kernel's name in a profile.
+
+    In clusters the kernel is `pallas_flash_backward_cluster`.
+    """
+
+    DQ_DK_DV = "pallas_flash_backward", ("dq", "dk", "dv")
+    DK_DV = "pallas_flash_dkv", ("dk", "dv")
+    DK = "pallas_flash_dk", ("dk",)
+    DV = "pallas_flash_dv", ("dv",)
+
+    def __init__(self, kernel_name: str, names: tuple[str, ...]):
+        self.kernel_name, self.names = kernel_name, names
+        self.dq, self.dk, self.dv = (name in names for name in ("dq", "dk", "dv"))
+
+    @classmethod
+    def launches(cls, head_dim: int, value_dim: int, deterministic: bool) -> "list[Grads]":
+        """Return what is launched, by the padded head dims."""
+        if deterministic:
+            return [cls.DK, cls.DV] if in_clusters(head_dim, value_dim) else [cls.DK_DV]
+        return [cls.DQ_DK_DV]
+
+    def in_clusters(self, head_dim: int, value_dim: int) -> bool:
+        """Return whether a cluster of CTAs computes it, `backward_cluster`; by padded head dims."""
+        return self.dq and in_clusters(head_dim, value_dim)
+
+    def stages(self, tile: BackwardTile) -> int:
+        """Return the stages; dv alone has two or more, a stage of do for each consumer's result."""
+        return tile.stages if self.dk else max(2, tile.stages)
 
 
 class Cta(NamedTuple):
@@ -87,7 +137,7 @@ class OuterKeysConfig(BackwardConfig):
         columns, or more where halves are no whole tiles: then both warpgroups compute the columns
         in the middle.
         """
-        if self.q.block > ROWS:
+        if self.q.block > ptx.ROWS:
             return head_dim
         tile = ptx.tile_columns(head_dim)
         return -(-head_dim // (2 * tile)) * tile
@@ -98,6 +148,33 @@ class OuterKeysConfig(BackwardConfig):
         split = self.splits.query_split(cta.head)
         outer = cta.b, kv_head, cta.kv_tile
         return InnerTiles(self, operands.table, outer, self.q, heads, split)
+
+
+# ------------------------------------------------------------------------------------------------
+# Shared memory
+# ------------------------------------------------------------------------------------------------
+
+
+def pairs_pipelines(p: Problem, block_q: int, stages: int, bias: bool = True):
+    """Yield pipelines for tiles of a bias and of mask arrays, the most wanted first.
+
+    First with the bias, in as many stages as queries have, then in fewer; then the same without it.
+    `bias`: whether a bias may be copied.
+    """
+    dtype: Any = None if p.bias is None else p.bias.dtype
+    masks = sum(map(pairs.has_pairs, p.mask.leaves))
+    copied = False
+    if bias and p.bias is not None and 1 not in p.bias.shape[2:]:
+        # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
+        copied = dtype.itemsize == 2 and p.kv_len % 8 == 0
+    for with_bias, n in itertools.product([copied, False], range(stages, 0, -1)):
+        shapes = (n, CONSUMERS, block_q, ptx.COLUMNS), (masks, n, block_q // ptx.BITS, BLOCK_KV)
+        smem = dict(
+            bias=plgpu.SMEM(shapes[0], dtype, transforms=ptx.BLOCKS) if with_bias else None,
+            bits=plgpu.SMEM(shapes[1], jnp.uint32) if masks else None,
+        )
+        if with_bias or masks:
+            yield Pipeline.spec(smem, n, copies=CONSUMERS * with_bias + masks, consumers=CONSUMERS)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -152,8 +229,8 @@ class KeysConsumer(abc.ABC):
         config = self.config
         self.kv_head, self.first_head, _ = config.splits.heads(self.cta.head)
         self.options = config.options.element_options(self.operands.options, self.cta.b)
-        self.mine = pl.ds(self.warpgroup * ROWS, ROWS)
-        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ROWS
+        self.mine = pl.ds(self.warpgroup * ptx.ROWS, ptx.ROWS)
+        self.first_key = self.cta.kv_tile * BLOCK_KV + self.warpgroup * ptx.ROWS
         self.before_keys()
         centered = self.operands.is_centered
         if config.centers:
@@ -165,7 +242,7 @@ class KeysConsumer(abc.ABC):
             # They meet without a center, too: a branch right before the loop costs it 22
             # instructions.
             ptx.fence()
-            ptx.meet(KEYS_CENTERED, 128 * CONSUMERS)
+            Meeting.KEYS_CENTERED.wait()
 
     def score_tile(self, j, place) -> ScoreTile:
         """Return the tile of scores of step j."""
@@ -224,7 +301,7 @@ def store_sums(config: OuterKeysConfig, cta: Cta, warpgroup, x, tile, ref):
     """
     kv_head, *_ = config.splits.heads(cta.head)
     if config.splits.count == 1:
-        rows = pl.ds(cta.kv_tile * BLOCK_KV + warpgroup * ROWS, ROWS)
+        rows = pl.ds(cta.kv_tile * BLOCK_KV + warpgroup * ptx.ROWS, ptx.ROWS)
         ptx.put_strips(x.astype(tile.dtype), tile)
         plgpu.commit_smem()
         store_tile(tile, ref, (cta.b, rows, kv_head))

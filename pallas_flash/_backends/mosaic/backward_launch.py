@@ -9,18 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash._backends.mosaic import (
-    backward_memory,
     backward_splits,
-    block_ranges,
     common,
     pairs,
     ptx,
+    scheduler,
 )
-from pallas_flash._backends.mosaic.backward_cluster import pallas_flash_backward_cluster
+from pallas_flash._backends.mosaic.backward_cluster import (
+    CLUSTER,
+    cluster_scratch,
+    pallas_flash_backward_cluster,
+)
 from pallas_flash._backends.mosaic.backward_common import Operands, in_strips, mask_for, neighbours
-from pallas_flash._backends.mosaic.backward_kernel import pallas_flash_backward
-from pallas_flash._backends.mosaic.backward_keys import ROWS, OuterKeysConfig
-from pallas_flash._backends.mosaic.backward_memory import BLOCK_KV, CLUSTER, CONSUMERS, Grads
+from pallas_flash._backends.mosaic.backward_kernel import keys_scratch, pallas_flash_backward
+from pallas_flash._backends.mosaic.backward_keys import (
+    BLOCK_KV,
+    CONSUMERS,
+    REGISTERS,
+    Grads,
+    OuterKeysConfig,
+)
 from pallas_flash._backends.mosaic.backward_postprocess import postprocess
 from pallas_flash._backends.mosaic.backward_splits import Splits
 from pallas_flash._backends.mosaic.score_mask import shared_arrays
@@ -28,7 +36,82 @@ from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.tile_sizes import BackwardTile, padded
+from pallas_flash._problem.tile_sizes import BackwardTile, in_clusters, padded
+
+
+def scratch(p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool = False):
+    """Return the specification of a `KeysScratch` or of a `ClusterScratch`.
+
+    Tiles of (q, k) arrays are in it where there is room beside all else.
+
+    Args:
+        p: the call.
+        tile: block sizes.
+        grads: what is computed.
+        has_lengths: whether there are valid lengths.
+    """
+    if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
+        return cluster_scratch(p, tile, has_lengths)
+    return keys_scratch(p, tile, grads, has_lengths)
+
+
+def default_tile(p: Problem, *, in_order: bool) -> BackwardTile | None:
+    """Return the tile of the launches of a call; None if one pass is the slower backward.
+
+    It is where threads read a bias in device memory, and heads are wide. On an H200, 2048 tokens at
+    head dim 128 take two passes 2.35 ms, and one pass 4.73 ms.
+    """
+    sizes = padded(p.head_dim, p.value_dim)
+    tile = largest_tile(*sizes, in_order)
+    if in_order or p.bias is None or all_columns(*sizes):
+        return tile
+    launches = Grads.launches(*sizes, deterministic=False)
+    return tile if all(copies_bias(p, tile, grads) for grads in launches) else None
+
+
+def largest_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
+    """Return the tile with as many stages as fit, up to two, by the padded head dims."""
+    if all_columns(head_dim, value_dim):
+        return BackwardTile(128)
+    block_q, width = 64, head_dim + value_dim
+    taken = 128 * width + (0 if in_order else 2 * 128 * block_q)
+    if not in_order and in_clusters(head_dim, value_dim):
+        # A CTA of a cluster has room for messages, and for the larger set of tiles of the two.
+        of_dv = 128 * head_dim + block_q * width
+        of_dk = 128 * value_dim + 128 * (head_dim // 2) + 2 * 128 * block_q
+        taken = max(of_dv, of_dk) + 2 * 128 * block_q
+    return BackwardTile(block_q, min(2, (common.ROOM - taken) // (block_q * width)))
+
+
+def all_columns(head_dim: int, value_dim: int) -> bool:
+    """Return whether tiles of the backward have 128 queries, by the padded head dims.
+
+    Then a warpgroup computes all columns of dq, for half of the queries.
+    """
+    return max(head_dim, value_dim) <= 64
+
+
+def copies_bias(p: Problem, tile: BackwardTile, grads: Grads) -> bool:
+    """Return whether a launch of the backward copies tiles of the bias to shared memory."""
+    pipeline = scratch(p, tile, grads).pairs
+    return pipeline is not None and pipeline.smem["bias"] is not None
+
+
+def check_tile(kernel: str, tile: BackwardTile, p: Problem) -> None:
+    """Raise ValueError if a tile of "dkv" or "backward" does not fit on the GPU."""
+    sizes, in_order = padded(p.head_dim, p.value_dim), kernel == "dkv"
+    launches = Grads.launches(*sizes, deterministic=in_order)
+    memory = max((scratch(p, tile, grads) for grads in launches), key=common.smem_bytes)
+    columns = max(sizes) if in_clusters(*sizes) else sum(sizes)
+    common.check_fits(kernel, tile, p, memory, columns // 2 + tile.block_q, REGISTERS[0])
+    # Two warpgroups share a tile of dq, by its queries or by its columns. Where dv has a launch of
+    # its own, the 64 rows of a warpgroup leave through a stage of do.
+    rows = 2 * ptx.ROWS if all_columns(*sizes) else ptx.ROWS
+    if (not in_order or in_clusters(*sizes)) and tile.block_q != rows:
+        raise ValueError(
+            f"`config.{kernel}` must have {rows} queries at head dim "
+            f"{max(p.head_dim, p.value_dim)}; got {tile}. Use block_q={rows}."
+        )
 
 
 @functools.cache
@@ -51,7 +134,7 @@ def backward(
     grads: Grads,
     valid=None,
     *,
-    zeros=None,
+    dq_sums=None,
     center: Any = None,
     row_sums=None,
     want_scale: bool,
@@ -67,7 +150,7 @@ def backward(
         tile: block sizes.
         grads: what to compute.
         valid: int32 [B] twice, see `Operands`; or None.
-        zeros: for the sums of dq, see `backward_preprocess`; behind the valid queries, anything.
+        dq_sums: zeros, to which dq is added, see `preprocess`; behind the valid queries, anything.
         center: float32 [B, K, H], subtracted from keys, zero for some heads; None if for all.
         row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
             and without `want_scale`, dq receives its term of them.
@@ -81,7 +164,7 @@ def backward(
     steps = backward_splits.Steps.from_problem(p, q, kv)
     # As many rows as delta has: whole tiles of 128, for dq.
     operands = Operands.from_call(p, do, log_sum, delta, valid, delta.shape[2])
-    memory = backward_memory.scratch(p, tile, grads, has_lengths=valid is not None)
+    memory = scratch(p, tile, grads, has_lengths=valid is not None)
     # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
     # which would be no one piece there.
     operands = operands._replace(
@@ -91,7 +174,7 @@ def backward(
     weights = None
     if grads.dq and center is not None and row_sums is not None and not want_scale:
         weights = p.scale.astype(jnp.float32) * row_sums
-        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % (2 * ROWS))))
+        weights = jnp.pad(weights, ((0, 0), (0, 0), (0, -p.q_len % (2 * ptx.ROWS))))
     if center is not None:
         center = jnp.pad(center, ((0, 0), (0, 0), (0, head_dim - p.head_dim)))
         is_centered = (center != 0).any(axis=2).astype(jnp.int32)
@@ -105,7 +188,7 @@ def backward(
         count = backward_splits.num_splits(p, batch, steps, kv, deterministic, ctas)
         splits = Splits(count, p.groups)
         num_heads = p.num_kv_heads * splits.count
-        table = block_ranges.block_table(
+        table = scheduler.block_table(
             extras.mask, q, kv, "q", batch, p.batch, p.groups, sums_keys=grads.dq
         )
         smem = {} if memory.pairs is None else memory.pairs.smem
@@ -125,21 +208,21 @@ def backward(
             centers=center is not None,
         )
         operands = operands.launched(config, arrays, table, streamed=streamed)
-        results = _launch(config, p, memory, operands, x["zeros"])
+        results = _launch(config, p, memory, operands, x["dq_sums"])
         factor = rescaled(extras.dropout, scale)
         return _rows(config, p, operands, results, factor, x["weights"], want_scale)
 
-    x = dict(operands=operands, zeros=zeros, weights=weights)
+    x = dict(operands=operands, dq_sums=dq_sums, weights=weights)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return common.batch_instances(run, p.batch)(arrays, x)
 
 
-def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, zeros) -> dict:
+def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_sums) -> dict:
     """Launch the kernel; return the gradients by name, some of them in fragments."""
     grads, batch = config.grads, len(operands.q)
     fragments, outputs, added = _fragments(config, p, batch), {}, {}
     if grads.dq:
-        added["dq"] = zeros.reshape(-1, *ptx.OF_GROUP)
+        added["dq"] = dq_sums.reshape(-1, *ptx.OF_GROUP)
     for name, like in (("dk", operands.k), ("dv", operands.v)):
         if name not in grads.names:
             continue

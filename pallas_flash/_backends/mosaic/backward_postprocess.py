@@ -22,8 +22,6 @@ from pallas_flash._backends.mosaic import common, ptx
 
 plgpu = common.plgpu
 
-TILE_ROWS = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class PostprocessConfig:
@@ -59,7 +57,7 @@ def pallas_flash_postprocess(
     """Compute 64 rows of one head."""
     config = static
     b, (row_tile, head) = common.digits(lax.axis_index("cta"), (config.row_tiles, config.heads))
-    first_row = row_tile * TILE_ROWS
+    first_row = row_tile * ptx.ROWS
     instance = common.quotient(b, config.batch) if config.own_factor else 0
     factor = plgpu.load(factor_ref.at[instance])
     partial = jnp.int32(config.partial)
@@ -73,7 +71,7 @@ def pallas_flash_postprocess(
             place = ((first_sum + i) * config.row_tiles + row_tile) * config.groups + group
             return x + ptx.load_fragments(fragments_ref.at[place], count)
 
-        nothing = jnp.zeros((TILE_ROWS, ptx.GROUP * count), jnp.float32)
+        nothing = jnp.zeros((ptx.ROWS, ptx.GROUP * count), jnp.float32)
         return lax.fori_loop(jnp.int32(0), partial, add, plgpu.layout_cast(nothing, ptx.WGMMA))
 
     def with_center(x, first_column: int):
@@ -81,7 +79,7 @@ def pallas_flash_postprocess(
             return x
         weights_ref, center_ref = weighted_center
         center_head = common.quotient(head, config.heads // center_ref.shape[1])
-        weights = weights_ref.at[b, head, pl.ds(first_row, TILE_ROWS)]
+        weights = weights_ref.at[b, head, pl.ds(first_row, ptx.ROWS)]
         c = center_ref.at[b, center_head, pl.ds(first_column, x.shape[1])]
         weights = plgpu.load(weights, layout=ptx.ROW, optimized=False)
         c = plgpu.load(c, layout=ptx.COLUMN, optimized=False)
@@ -95,7 +93,7 @@ def pallas_flash_postprocess(
         staged.at[n][...] = ptx.columns(x.astype(staged.dtype), 0)
     plgpu.commit_smem()
     for n in range(staged.shape[0]):
-        at = b, pl.ds(first_row, TILE_ROWS), head, common.block_of_columns(n, b)
+        at = b, pl.ds(first_row, ptx.ROWS), head, common.block_of_columns(n, b)
         plgpu.copy_smem_to_gmem(staged.at[n], rows_ref.at[at])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -117,7 +115,7 @@ def postprocess(fragments, factor, shape, dtype, *, batch: int, valid=None, weig
         pallas_flash_postprocess,
         (factor, fragments.reshape(-1, *group), valid, weighted_center),
         outputs=[(shape, dtype)],
-        memory=dict(staged=common.blocks(dtype, rows=TILE_ROWS, columns=ptx.GROUP * groups)),
+        memory=dict(staged=common.blocks(dtype, rows=ptx.ROWS, columns=ptx.GROUP * groups)),
         grid=dict(cta=math.prod(fragments.shape[:2]) * row_tiles),
         warpgroups=1,
         static=PostprocessConfig(heads, partial, row_tiles, groups, batch, len(factor) > 1),

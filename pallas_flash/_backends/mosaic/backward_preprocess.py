@@ -24,8 +24,6 @@ from pallas_flash._problem.scores import LOG2E, LogSum
 
 plgpu = common.plgpu
 
-TILE_ROWS = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessConfig:
@@ -90,11 +88,11 @@ def pallas_flash_preprocess(
         sums=outputs[-1] if config.groups else None,
     )
     b, (tile, h) = common.digits(lax.axis_index("cta"), (config.tiles, config.heads))
-    rows = pl.ds(tile * TILE_ROWS, TILE_ROWS)
+    rows = pl.ds(tile * ptx.ROWS, ptx.ROWS)
     delta_sm, lse_sm, given_sm, shift_sm = (numbers_sm.at[i] for i in range(4))
 
     def row(x):
-        return plgpu.layout_cast(jnp.full((TILE_ROWS,), x, jnp.float32), ptx.ROW)
+        return plgpu.layout_cast(jnp.full((ptx.ROWS,), x, jnp.float32), ptx.ROW)
 
     def compute():
         blocks = range(do_sm.shape[0])
@@ -104,7 +102,7 @@ def pallas_flash_preprocess(
                 plgpu.copy_gmem_to_smem(ref.at[at], block_sm.at[n], full)
         plgpu.copy_gmem_to_smem(inputs.lse.at[b, h, rows], given_sm, full)
         if out.sums is not None:
-            zeros = jnp.zeros((TILE_ROWS, ptx.GROUP * config.groups), jnp.float32)
+            zeros = jnp.zeros((ptx.ROWS, ptx.GROUP * config.groups), jnp.float32)
             first = ((b * config.heads + h) * config.tiles + tile) * config.groups
             ptx.store_fragments(plgpu.layout_cast(zeros, ptx.WGMMA), out.sums.at[first])
         plgpu.barrier_wait(full)
@@ -147,7 +145,7 @@ def pallas_flash_preprocess(
         lse_sm[...] = row(jnp.inf)
 
     last = config.q_len if inputs.valid is None else plgpu.load(inputs.valid.at[b])
-    some = tile * TILE_ROWS < last
+    some = tile * ptx.ROWS < last
     common.when(some)(compute)
     common.when(jnp.logical_not(some))(nothing)
     plgpu.commit_smem()
@@ -159,7 +157,7 @@ def pallas_flash_preprocess(
 
 
 def preprocess(
-    problem: Problem, o, do, log_sum: LogSum, *, head_dim: int = 0, valid=None, center=None
+    problem: Problem, o, do, log_sum: LogSum, *, dq_columns: int = 0, valid=None, center=None
 ):
     """Return delta, the `LogSum` for keys less their center, and zeros for the sums of dq.
 
@@ -171,31 +169,31 @@ def preprocess(
         o: [B, T, N, V], or a `SplitOutput`.
         do: [B, T, N, V].
         log_sum: of float32 [B, N, T], -inf in rows without keys.
-        head_dim: the columns of these sums; without any there are no zeros.
+        dq_columns: the columns of these sums; 0 if no sums are wanted.
         valid: int32 [B], how many rows have keys, if these come first; else None. The sums of
             the rows behind are left as they are.
         center: float32 [B, K, H], or None.
 
     Returns:
-        delta, a `LogSum`, and if there is a head dim float32 [B, N, tiles of 64 queries, groups,
+        delta, a `LogSum`, and if sums are wanted float32 [B, N, tiles of 64 queries, groups,
         `ptx.OF_GROUP`].
     """
     p, (m, lse, _) = problem, log_sum
     outputs = tuple(jax.tree.leaves(o))
     q_len, heads, value_dim = do.shape[1:]
-    tiles, groups = -(-q_len // (2 * TILE_ROWS)) * 2, ptx.groups(head_dim)
+    tiles, groups = -(-q_len // (2 * ptx.ROWS)) * 2, ptx.groups(dq_columns)
     large = m is not None and center is not None
     config = PreprocessConfig(q_len, heads, tiles, groups, p.groups, large)
 
     def run(_, inputs: Inputs):
         batch, dtype = len(inputs.do), inputs.do.dtype
         count = batch * heads * tiles
-        numbers = [((batch, heads, tiles * TILE_ROWS), jnp.float32)] * (3 if large else 2)
+        numbers = [((batch, heads, tiles * ptx.ROWS), jnp.float32)] * (3 if large else 2)
         sums = [((count * groups, *ptx.OF_GROUP), jnp.float32)] if groups else []
-        blocks = common.blocks(dtype, rows=TILE_ROWS, columns=value_dim)
+        blocks = common.blocks(dtype, rows=ptx.ROWS, columns=value_dim)
         q_sm = q_full = None
         if center is not None:
-            q_sm = common.blocks(dtype, rows=TILE_ROWS, columns=p.head_dim)
+            q_sm = common.blocks(dtype, rows=ptx.ROWS, columns=p.head_dim)
             q_full = plgpu.Barrier(num_arrivals=q_sm.shape[0])
         results = common.launch(
             pallas_flash_preprocess,
@@ -205,7 +203,7 @@ def preprocess(
                 q_sm=q_sm,
                 o_sm=[blocks] * len(outputs),
                 do_sm=blocks,
-                numbers_sm=plgpu.SMEM((4, TILE_ROWS), jnp.float32),
+                numbers_sm=plgpu.SMEM((4, ptx.ROWS), jnp.float32),
                 full=plgpu.Barrier(num_arrivals=(len(outputs) + 1) * blocks.shape[0] + 1),
                 q_full=q_full,
             ),
@@ -216,7 +214,7 @@ def preprocess(
         shape = batch, heads, tiles, groups, *ptx.OF_GROUP
         return *results[: len(numbers)], *(x.reshape(shape) for x in results[len(numbers) :])
 
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q_len % TILE_ROWS)), constant_values=-jnp.inf)
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, -q_len % ptx.ROWS)), constant_values=-jnp.inf)
     inputs = Inputs(outputs, do, lse, valid)
     if center is not None:
         shift = center * p.scale.astype(jnp.float32) * (1 if large else LOG2E)

@@ -19,11 +19,15 @@ from pallas_flash._backends.mosaic import ptx
 from pallas_flash._backends.mosaic.score_mask import Options
 from pallas_flash._jax import compat, hardware
 from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.problem import Problem
+from pallas_flash._problem.tile_sizes import check_shared_memory
 
 plgpu = compat.mosaic_gpu()
 
 HOPPER = (9, 0)  # Its compute capability.
 SMEM_ALIGNMENT = 1024  # Bytes.
+# Numbers of 16 bits in a CTA's shared memory, less 3 KB for barriers and float32 rows.
+ROOM = 224 * 1024 // 2
 
 PARAMETERS = plgpu.CompilerParams(
     approx_math=True,
@@ -142,6 +146,27 @@ def smem_bytes(memory) -> int:
             size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
             total += -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return total
+
+
+def check_fits(kernel: str, tile, p: Problem, memory, taken: int, registers: int) -> None:
+    """Raise ValueError unless a tile fits in a CTA's shared memory and in a thread's registers.
+
+    Args:
+        kernel: the kernel of the tile.
+        tile: the tile.
+        p: the call.
+        memory: the specification of the shared memory.
+        taken: registers that a thread needs for its tiles; 128 threads share 64 rows.
+        registers: registers that it has.
+    """
+    width, limit = max(p.head_dim, p.value_dim), hardware.shared_memory_limit(HOPPER)
+    check_shared_memory(kernel, tile, smem_bytes(memory), limit, width)
+    if taken >= registers:
+        raise ValueError(
+            f"`config.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
+            f"whose sums and scores take {taken} at head dim {width}. Use smaller blocks or "
+            "fewer warpgroups."
+        )
 
 
 def first_that_fits(memory, pipelines):

@@ -56,9 +56,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     RowMax,
+    check_fits,
     copy,
     copy_keys_and_values,
     finish,
@@ -70,18 +71,19 @@ from pallas_flash._backends.mosaic.forward_common import (
 )
 from pallas_flash._backends.mosaic.operands import DeviceOperand, Layout
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import (
     ElementOptions,
     Options,
     left_out,
     shared_arrays,
 )
-from pallas_flash._backends.mosaic.tiles import DecodeTile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import kept, rescaled
+from pallas_flash._problem.features import CallFeatures
 from pallas_flash._problem.problem import Problem, SplitOutput
 from pallas_flash._problem.scores import LOG2E
+from pallas_flash._problem.tile_sizes import DecodeTile
+from pallas_flash._problem.traversal import edges_first, listed_edges_first
 
 plgpu = common.plgpu
 
@@ -107,9 +109,26 @@ class Smem(NamedTuple):
 
 def scratch(p: Problem, tile: DecodeTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers."""
-    q_sm = common.blocks(p.dtype, rows=QUERY_ROWS, columns=p.head_dim)
+    q_sm = common.blocks(p.dtype, rows=ptx.ROWS, columns=p.head_dim)
     q = Pipeline.spec(q_sm, 1, copies=q_sm.shape[0], consumers=tile.warpgroups)
     return Smem(q, *kv_pipelines(p, tile))
+
+
+def default_tile(f: CallFeatures) -> DecodeTile:
+    """Return the tile of a call, with as many stages as the larger head dim leaves memory for.
+
+    An H200's memory is busy with about 40 KB under way to each SM: an SM's share of 4.8 TB/s for a
+    microsecond. Other tiles were not timed.
+    """
+    if f.width <= 64:
+        return DecodeTile(block_kv=128)
+    return DecodeTile(stages=6 if f.width <= 128 else 4 if f.width <= 192 else 2)
+
+
+def check_tile(tile: DecodeTile, p: Problem) -> None:
+    """Raise ValueError if a tile does not fit on the GPU."""
+    registers, _ = REGISTERS[tile.warpgroups]
+    check_fits("decode", tile, p, scratch(p, tile), p.value_dim, registers)
 
 
 class Inputs(NamedTuple):
@@ -143,7 +162,7 @@ class SplitTile(NamedTuple):
         b: batch element, counted over all instances.
         h: key/value head.
         place: number of the row tile times the number of splits, plus the split.
-        entry: what `block_ranges.partial_first` takes.
+        entry: what `partial_first` takes.
     """
 
     b: Any
@@ -188,12 +207,57 @@ class DecodeConfig(common.KernelConfig):
 
 
 # ------------------------------------------------------------------------------------------------
+# K/V blocks: partial ones, then full ones
+# ------------------------------------------------------------------------------------------------
+
+
+class PartialFirst(NamedTuple):
+    """The K/V blocks of one query tile, partial ones first.
+
+    Attributes:
+        partial: number of partial blocks.
+        count: number of all blocks.
+        block_at: function from a place to the number of the block there.
+    """
+
+    partial: Any
+    count: Any
+    block_at: Any
+
+
+def row_entries(rows, scattered: bool):
+    """Return what `partial_first` takes for each row of `block_table`: int32 [..., 4].
+
+    That is the row itself; or of a list the number of the row, the number of full blocks, of all,
+    and the place in the list where they begin.
+    """
+    if not scattered:
+        return rows
+    full, count = rows[..., 0], rows[..., 1]
+    number = np.arange(full.size, dtype=np.int32).reshape(full.shape)
+    return jnp.stack([number, full, count, 0 * count], axis=-1)
+
+
+def partial_first(entry, table_ref) -> PartialFirst:
+    """Return the blocks of an entry; `table_ref` as of `scheduler.KvBlocks`."""
+    if table_ref is None:
+        return PartialFirst(*edges_first(*entry))
+    row, full, count, first = entry
+    first = first + 2
+
+    def block_at(i):
+        return plgpu.load(table_ref.at[row, first + i])
+
+    return PartialFirst(*listed_edges_first(full, count, block_at))
+
+
+# ------------------------------------------------------------------------------------------------
 # The kernel
 # ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup:
+class DecodeConsumer:
     """A consumer warpgroup at one work tile.
 
     Attributes:
@@ -215,7 +279,7 @@ class ConsumerWarpgroup:
     config: DecodeConfig
     warpgroup: Any
     work_tile: SplitTile
-    blocks: block_ranges.PartialFirst
+    blocks: PartialFirst
     visible: DeviceOperand | None
     options: ElementOptions
     base: Any
@@ -224,7 +288,7 @@ class ConsumerWarpgroup:
         """Compute and store the result of this warpgroup."""
         config, w = self.config, self.config.tile.warpgroups
         row_tile, split = config.row_tile_and_split(self.work_tile.place)
-        first_row = row_tile * QUERY_ROWS
+        first_row = row_tile * ptx.ROWS
         # The first block that is this warpgroup's, by its stage.
         first = common.remainder(self.warpgroup + w - common.remainder(self.base, w), w)
 
@@ -256,7 +320,7 @@ class ConsumerWarpgroup:
         acc, m, l = state
         k, v, i = self.smem.k, self.smem.v, self.base + j
         first_key = self.blocks.block_at(j) * self.config.kv.block
-        shape = QUERY_ROWS, self.config.kv.block
+        shape = ptx.ROWS, self.config.kv.block
         at = heads_and_positions(self.work_tile.h, first_row, first_key, shape, self.config)
         options = self.options.read_ahead(*at, masked=partial)
         k.consumer_wait(i)
@@ -291,23 +355,13 @@ def consume(inputs: Inputs, result_refs, smem: Smem, tiles, warpgroup, config: D
 
     def compute(i, work_tile, base):
         del i
-        blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
+        blocks = partial_first(work_tile.entry, inputs.table)
         options = config.options.element_options(inputs.options, work_tile.b)
-        ConsumerWarpgroup(
-            inputs=inputs,
-            result_refs=result_refs,
-            smem=smem,
-            config=config,
-            warpgroup=warpgroup,
-            work_tile=work_tile,
-            blocks=blocks,
-            visible=visible,
-            options=options,
-            base=base,
-        ).run()
+        cta = inputs, result_refs, smem, config
+        DecodeConsumer(*cta, warpgroup, work_tile, blocks, visible, options, base).run()
         return base + blocks.count
 
-    work_loop.for_each(tiles, compute, jnp.int32(0))
+    scheduler.for_each(tiles, compute, jnp.int32(0))
 
 
 def heads_and_positions(kv_head, first_row, first_key, shape, config: DecodeConfig):
@@ -328,23 +382,23 @@ def clean(v_sm, visible, at):
         at: where the block begins there.
     """
     *which, first_key = at
-    for row in range(0, v_sm.shape[1], QUERY_ROWS):
-        key = ptx.positions((QUERY_ROWS, ptx.COLUMNS), 0, first_key + row)
+    for row in range(0, v_sm.shape[1], ptx.ROWS):
+        key = ptx.positions((ptx.ROWS, ptx.COLUMNS), 0, first_key + row)
         is_visible = visible[(*which, key)]
         for n in range(v_sm.shape[0]):
-            block = v_sm.at[n, pl.ds(row, QUERY_ROWS)]
+            block = v_sm.at[n, pl.ds(row, ptx.ROWS)]
             block[...] = jnp.where(is_visible, plgpu.load(block, layout=ptx.WGMMA), 0)
     plgpu.commit_smem()
 
 
-def produce(inputs: Inputs, smem: Smem, tiles: work_loop.WorkTiles, config: DecodeConfig):
+def produce(inputs: Inputs, smem: Smem, tiles: scheduler.WorkTiles, config: DecodeConfig):
     """Run the producer warpgroup: one warp for keys and values, one for queries."""
     _, registers = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="decrease")
 
     def load_keys_and_values(i, work_tile, base):
         del i
-        blocks = block_ranges.partial_first(work_tile.entry, inputs.table)
+        blocks = partial_first(work_tile.entry, inputs.table)
         stream = blocks.count, blocks.block_at
         copy_keys_and_values(inputs, smem.k, smem.v, stream, (work_tile.b, work_tile.h), base)
         return base + blocks.count
@@ -353,7 +407,7 @@ def produce(inputs: Inputs, smem: Smem, tiles: work_loop.WorkTiles, config: Deco
         del i
         row_tile, _ = config.row_tile_and_split(work_tile.place)
         smem.q.producer_wait(0)
-        rows = pl.ds(row_tile * QUERY_ROWS, QUERY_ROWS)
+        rows = pl.ds(row_tile * ptx.ROWS, ptx.ROWS)
         copy(inputs.q, (work_tile.b, work_tile.h, rows), smem.q.smem, smem.q.filled(0))
         return nothing
 
@@ -364,7 +418,7 @@ def pallas_flash_decode(inputs: Inputs, *result_refs, static: DecodeConfig, **me
     """Compute the KV splits of one CTA."""
     smem, config = Smem(**memory), static
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    tiles = work_loop.WorkTiles(inputs.schedule, cta, None, kind=SplitTile)
+    tiles = scheduler.WorkTiles(inputs.schedule, cta, None, kind=SplitTile)
     consumes = warpgroup < config.tile.warpgroups
 
     @common.when(consumes)
@@ -394,9 +448,9 @@ def num_splits(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: b
         known: whether the blocks are known; else batch elements may differ.
     """
     rows = p.q_len * p.groups
-    row_tiles = batch * p.num_kv_heads * -(-rows // QUERY_ROWS)
+    row_tiles = batch * p.num_kv_heads * -(-rows // ptx.ROWS)
     block_bytes = kv.block * (p.head_dim + p.value_dim) * p.dtype.itemsize
-    result_bytes = 4 * min(rows, QUERY_ROWS) * (p.value_dim + 2) * tile.warpgroups
+    result_bytes = 4 * min(rows, ptx.ROWS) * (p.value_dim + 2) * tile.warpgroups
     # To start a split takes about as long as a block.
     extra = 1 + 2 * result_bytes / block_bytes
 
@@ -411,7 +465,7 @@ def num_splits(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: b
 
 
 def split_entries(entries, splits: int, scattered: bool):
-    """Return `block_ranges.entries` cut into nearly equal shares, [..., entries * splits, 4]."""
+    """Return `row_entries` cut into nearly equal shares, [..., entries * splits, 4]."""
     xp: Any = np if isinstance(entries, np.ndarray) else jnp
     a, b, c, d = (entries[..., None, i] for i in range(4))
     count, split = c if scattered else d - a, np.arange(splits, dtype=np.int32).reshape(1, 1, 1, -1)
@@ -493,17 +547,15 @@ def decode(problem: Problem, tile: DecodeTile, visible):
     num_rows = p.q_len * p.groups
     kv = Tiling(p.kv_len, tile.block_kv)
     # A query tile has the rows of `groups` row tiles, or all rows.
-    q, row_tiles = Tiling(p.q_len, QUERY_ROWS), np.arange(-(-num_rows // QUERY_ROWS))
+    q, row_tiles = Tiling(p.q_len, ptx.ROWS), np.arange(-(-num_rows // ptx.ROWS))
     mask = p.mask.within(kv=kv)
     known = not jax.tree.leaves(mask)
 
     def run(shared, rows, key, value, *visible):
         batch = len(rows)
         splits = num_splits(p, batch, kv, tile, known=known)
-        table = block_ranges.block_table(
-            shared[1].mask, q, kv, "kv", batch, p.batch, groups=p.groups
-        )
-        entries = block_ranges.entries(table, mask.scattered)[:, :, row_tiles // p.groups]
+        table = scheduler.block_table(shared[1].mask, q, kv, "kv", batch, p.batch, groups=p.groups)
+        entries = row_entries(table, mask.scattered)[:, :, row_tiles // p.groups]
         entries = split_entries(entries, splits, mask.scattered)
         schedule = jnp.asarray(split_schedule(entries, batch, p.num_kv_heads))
         options = Options.from_problem(p, shared, q, kv)
@@ -525,7 +577,7 @@ def decode(problem: Problem, tile: DecodeTile, visible):
                 *[(statistic, jnp.float32)] * (2 + p.max_logits),
             ],
             memory=scratch(p, tile)._asdict(),
-            grid=dict(cta=scheduler.num_ctas(schedule)),
+            grid=dict(cta=len(schedule)),
             warpgroups=tile.warpgroups + 1,
             static=DecodeConfig(
                 options=options,

@@ -16,9 +16,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_flash._backends.mosaic import decode_kernel, forward_wide, scheduler
+from pallas_flash._backends.mosaic import decode_kernel, forward_wide, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import LOWEST
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.masks import Lengths, Mask
 from pallas_flash._problem.problem import Problem, widened
@@ -30,7 +29,7 @@ MIN_KEYS = 256  # Keys of a part: with fewer the results of parts take long.
 
 def num_parts(p: Problem) -> int:
     """Return how many parts of equal length give each SM two work tiles, or the most there are."""
-    work_tiles = p.batch * p.num_kv_heads * -(-p.groups // QUERY_ROWS)
+    work_tiles = p.batch * p.num_kv_heads * -(-p.groups // ptx.ROWS)
     parts = [n for n in range(1, p.kv_len // MIN_KEYS + 1) if p.kv_len % n == 0] or [1]
     return next((n for n in parts if n * work_tiles >= 2 * scheduler.NUM_SMS), parts[-1])
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, scheduler, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
+from pallas_flash._backends.mosaic.pairs import Streams
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
+from pallas_flash._backends.mosaic.scheduler import Schedule
 from pallas_flash._backends.mosaic.score_mask import (
     ElementOptions,
     Options,
@@ -34,8 +35,10 @@ THRESHOLD = 8.0  # In base 2.
 # Less than every score, and finite, because -inf - -inf would be NaN.
 LOWEST = -3e38
 
+NOT_COPIED = dict(bias=False, masks=False)
+
 # Named barriers, one for each consumer warpgroup of a CTA in a cluster: see `meet_to_skip`.
-SKIPPED = (5, 6)
+SKIPPED = (ptx.FREE_BARRIER, ptx.FREE_BARRIER + 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -61,15 +64,15 @@ class RowMax(NamedTuple):
 
 def initial_rows(*, large: bool, max_logits: bool):
     """Return the `RowMax` and l before the first K/V block."""
-    m = jnp.full((QUERY_ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
-    l = jnp.zeros((QUERY_ROWS,), jnp.float32)
-    exact = jnp.full((QUERY_ROWS,), -jnp.inf, jnp.float32) if max_logits else None
+    m = jnp.full((ptx.ROWS,), -jnp.inf if large else LOWEST, jnp.float32)
+    l = jnp.zeros((ptx.ROWS,), jnp.float32)
+    exact = jnp.full((ptx.ROWS,), -jnp.inf, jnp.float32) if max_logits else None
     return jax.tree.map(lambda x: plgpu.layout_cast(x, ptx.ROW), (RowMax(m, exact), l))
 
 
 def initial_state(value_dim: int, **rows):
     """Return acc, the `RowMax` and l before the first K/V block; `rows` are for `initial_rows`."""
-    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, value_dim), jnp.float32), ptx.WGMMA)
+    acc = plgpu.layout_cast(jnp.zeros((ptx.ROWS, value_dim), jnp.float32), ptx.WGMMA)
     return acc, *initial_rows(**rows)
 
 
@@ -149,7 +152,7 @@ def parts_of_output(o, dtype, refs) -> list:
 
 def copy_statistics(refs, statistics_sm, b, h, first_row):
     """Start the copies of a query tile's statistics to device memory."""
-    rows = pl.ds(first_row, QUERY_ROWS)
+    rows = pl.ds(first_row, ptx.ROWS)
     # Copies of one axis do not end with the array, as copies of tiles do.
     for n, ref in enumerate(refs):
         source = statistics_sm.at[n]
@@ -160,7 +163,7 @@ def copy_statistics(refs, statistics_sm, b, h, first_row):
 def meet_to_skip(warpgroup):
     """Wait for all warps of a consumer warpgroup in a cluster, before it releases what it skips.
 
-    One thread arrives at the barriers of a cluster: all warps must have waited.
+    For each CTA one thread of the warpgroup arrives: all warps must have waited.
     """
     for n, barrier in enumerate(SKIPPED):
         common.when(warpgroup == n)(functools.partial(ptx.meet, barrier, 128))
@@ -234,6 +237,27 @@ def kv_pipelines(p: Problem, tile, **shared) -> tuple[Pipeline, Pipeline]:
     return pipeline(p.head_dim), pipeline(p.value_dim)
 
 
+def check_fits(kernel: str, tile, p: Problem, memory, columns: int, registers: int) -> None:
+    """Raise ValueError unless a tile fits on the GPU.
+
+    Args:
+        kernel: the kernel of the tile.
+        tile: the tile.
+        p: the call.
+        memory: the specification of the shared memory.
+        columns: columns of the output that a consumer warpgroup sums.
+        registers: registers of its threads.
+    """
+    # Sums, scores, and in 16 bits the weights of the block before.
+    taken = columns // 2 + tile.block_kv // 2 + tile.block_kv // 4
+    common.check_fits(kernel, tile, p, memory, taken, registers)
+    if kernel == "forward" and tile.cluster_size > 1 and not p.mask.known_on_host:
+        raise ValueError(
+            "`config.forward` must have `cluster_size=1` where arrays or a predicate say which "
+            f"keys are seen; got {tile}. Use 1."
+        )
+
+
 def copy(ref, index, destination, barrier, cluster_size: int = 1, first_block: Any = 0):
     """Copy a tile to shared memory, 64 columns at a time, from this block of columns on.
 
@@ -293,12 +317,12 @@ def copy_keys_and_values(
     lax.fori_loop(jnp.int32(0), count, one, None)
 
 
-def run_producer_warps(tiles: work_loop.WorkTiles, keys_and_values: Any, *queries):
+def run_producer_warps(tiles: scheduler.WorkTiles, keys_and_values: Any, *queries):
     """Run each function over a CTA's work tiles, in a warp of its own; the first warp takes them.
 
     Args:
         tiles: the work tiles of the first warp.
-        keys_and_values: its body for `work_loop.for_each`, whose carry begins with 0, as the
+        keys_and_values: its body for `scheduler.for_each`, whose carry begins with 0, as the
             others' does.
         *queries: for each of the other warps its work tiles, and its body.
     """
@@ -307,13 +331,13 @@ def run_producer_warps(tiles: work_loop.WorkTiles, keys_and_values: Any, *querie
     def _(warp):
         @pl.when(warp == 0)
         def _():
-            work_loop.for_each(tiles, keys_and_values, jnp.int32(0), takes=True)
+            scheduler.for_each(tiles, keys_and_values, jnp.int32(0), takes=True)
 
         for n, (tiles_of_warp, body) in enumerate(queries, 1):
 
             @pl.when(warp == n)
             def _(tiles=tiles_of_warp, body=body):
-                work_loop.for_each(tiles, body, jnp.int32(0))
+                scheduler.for_each(tiles, body, jnp.int32(0))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -354,6 +378,8 @@ class ForwardConfig(common.KernelConfig):
         head_dim: head dim of queries and keys.
         value_dim: head dim of values.
         query_tiles: which query tiles make up a work tile.
+        partial_tail: whether partial blocks may follow full ones.
+        streams: the (q, k) arrays of which tiles are copied.
         num_parts: arrays of the output: 2 of a `SplitOutput`, otherwise 1.
     """
 
@@ -361,12 +387,14 @@ class ForwardConfig(common.KernelConfig):
     head_dim: int
     value_dim: int
     query_tiles: scheduler.QueryTiles
+    partial_tail: bool
+    streams: Streams
     num_parts: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Consumer:
-    """A consumer warpgroup at one work tile.
+class Cta:
+    """A CTA, as all its warpgroups see it.
 
     Attributes:
         inputs: operands in device memory.
@@ -374,11 +402,6 @@ class Consumer:
         statistic_refs: the statistics of `LogSum`.
         smem: shared memory and barriers.
         config: what is known at compile time.
-        warpgroup: its number in the CTA.
-        work_tile: the work tile.
-        first_row: the first query.
-        options: the options of its batch element.
-        kv_base: K/V blocks that the CTA had before this work tile.
     """
 
     inputs: Inputs
@@ -386,51 +409,49 @@ class Consumer:
     statistic_refs: Any
     smem: Any
     config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(Cta):
+    """A consumer warpgroup of a CTA at one work tile.
+
+    Attributes:
+        warpgroup: its number in the CTA.
+        work_tile: the work tile.
+        first_row: the first query.
+        options: the options of its batch element.
+        kv_base: K/V blocks that the CTA had before this work tile.
+    """
+
     warpgroup: Any
-    work_tile: work_loop.WorkTile
+    work_tile: scheduler.WorkTile
     first_row: Any
     options: ElementOptions
     kv_base: Any
 
     @property
-    def visited(self) -> block_ranges.VisitedBlocks:
+    def visited(self) -> scheduler.VisitedBlocks:
         """The places of the stream that it visits."""
         assert self.work_tile.visited is not None
         return self.work_tile.visited
 
 
-@dataclasses.dataclass(frozen=True)
-class Producer:
-    """The producer warpgroup.
-
-    Attributes:
-        inputs: operands in device memory.
-        smem: shared memory and barriers.
-        config: what is known at compile time.
-    """
-
-    inputs: Inputs
-    smem: Any
-    config: Any
-
-
-def run_cta(inputs: Inputs, counted, work, consumers: int, consume, produce):
-    """Run the warpgroups of one CTA.
+def run_cta(cta: Cta, dynamic_schedule, consumers: int, consume, producer):
+    """Run the warpgroups of a CTA.
 
     Args:
-        inputs: operands in device memory.
-        counted: a dynamic schedule, or None.
-        work: the pipeline of a dynamic schedule.
+        cta: the CTA.
+        dynamic_schedule: the work tiles of a dynamic schedule, or None.
         consumers: how many consumer warpgroups there are.
-        consume: function of the work tiles and a warpgroup.
-        produce: function of the work tiles.
+        consume: function of the CTA, the work tiles and the number of a warpgroup.
+        producer: class of the producer warpgroup.
     """
-    schedule = inputs.schedule if counted is None else counted
-    tiles = work_loop.WorkTiles(schedule, lax.axis_index("cta"), work)
+    schedule = cta.inputs.schedule if cta.smem.work is None else dynamic_schedule
+    tiles = scheduler.WorkTiles(schedule, lax.axis_index("cta"), cta.smem.work)
     warpgroup = lax.axis_index("warpgroup")
     consumes = warpgroup < consumers
-    common.when(consumes)(lambda: consume(tiles, warpgroup))
-    common.when(jnp.logical_not(consumes))(lambda: produce(tiles))
+    common.when(consumes)(lambda: consume(cta, tiles, warpgroup))
+    common.when(jnp.logical_not(consumes))(lambda: producer(**vars(cta)).run(tiles))
 
 
 def launch(
@@ -439,40 +460,37 @@ def launch(
     problem: Problem,
     tile,
     lengths,
-    prepare,
-    rows: int,
+    smem,
+    *,
+    query_tiles: int,
     consumers: int,
-    **others,
+    copied=NOT_COPIED,
+    **parameters,
 ):
     """Return the output [B, T, N, V], or a `SplitOutput`, and a `LogSum` of float32 [B, N, T].
 
     Args:
-        kernel: takes `Inputs`, a dynamic schedule or None, the output or its parts, and statistics.
+        kernel: takes `Inputs`, the work tiles of a dynamic schedule or None, the output or its
+            parts, and statistics.
         config_class: class of the kernel's configuration.
         problem: the call; values that no query sees are finite, if `lengths` is None.
         tile: block sizes.
         lengths: int32 [B], how many of the first keys of each batch element are visible.
-        prepare: function of `shared_arrays`, of the K/V blocks of all query tiles and of whether
-            the schedule is dynamic. It returns the memory, the `shared_arrays` that are left, the
-            streamed arrays, and the fields that `config_class` adds.
-        rows: query tiles of a CTA.
+        smem: specification of shared memory and barriers.
+        query_tiles: query tiles of a CTA.
         consumers: consumer warpgroups of a CTA.
-        **others: parameters of the compiler.
+        copied: which (q, k) arrays are copied to shared memory, see `Streams.from_problem`.
+        **parameters: of the compiler.
     """
     p, cluster_size, num_parts = problem, tile.cluster_size, 1 + problem.split_output
-    q = Tiling(p.q_len, rows * cluster_size * QUERY_ROWS)
-    query_rows, kv = Tiling(p.q_len, QUERY_ROWS), Tiling(p.kv_len, tile.block_kv)
+    q = Tiling(p.q_len, query_tiles * cluster_size * ptx.ROWS)
+    kv = Tiling(p.kv_len, tile.block_kv)
     mask = p.mask.within(kv=kv)
 
     def run(shared, query, key, value, *lengths):
         batch = len(query)
-        query_tiles = scheduler.QueryTiles.from_problem(p, batch, rows, cluster_size)
-        table, blocks = block_ranges.streams(
-            shared[1].mask, query_tiles, q, query_rows, kv, batch, p
-        )
-        schedule = scheduler.schedule(p, batch, mask, blocks, cluster_size)
-        dynamic = scheduler.is_dynamic(schedule)
-        memory, shared, streamed, fields = prepare(shared, blocks, dynamic)
+        schedule = Schedule.from_problem(p, tile, query_tiles, batch, shared[1].mask)
+        streams, shared, streamed = Streams.from_problem(p, shared, 3, kv, **copied)
         config = config_class(
             options=Options.from_problem(p, shared, q, kv),
             masked=bool(mask),
@@ -483,40 +501,41 @@ def launch(
             q=q,
             head_dim=p.head_dim,
             value_dim=p.value_dim,
-            query_tiles=query_tiles,
+            query_tiles=schedule.query_tiles,
+            partial_tail=schedule.partial_tail,
+            streams=streams,
             num_parts=num_parts,
-            **fields,
         )
         inputs = Inputs(
             q=query,
             k=key,
             v=value,
-            table=table.reshape(-1, table.shape[-1]) if mask.scattered else None,
+            table=schedule.table,
             options=config.options.operands(shared),
             streamed=streamed,
             lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
-            schedule=None if dynamic else schedule,
+            schedule=None if schedule.dynamic else schedule.work_tiles,
         )
         # Warpgroups copy their statistics as whole query tiles.
-        statistic = batch, p.num_heads, query_rows.count * QUERY_ROWS
+        statistic = batch, p.num_heads, -(-p.q_len // ptx.ROWS) * ptx.ROWS
         results = common.launch(
             kernel,
             (inputs,),
             # A dynamic schedule has a counter.
-            sums=(schedule if dynamic else None,),
+            sums=(schedule.work_tiles if schedule.dynamic else None,),
             outputs=[
                 *[((*query.shape[:3], p.value_dim), p.dtype)] * num_parts,
                 *[(statistic, jnp.float32)] * num_statistics(p),
             ],
-            memory=memory._asdict(),
-            grid=dict(cta=scheduler.num_ctas(schedule)),
+            memory=smem._asdict(),
+            grid=dict(cta=schedule.num_ctas),
             cluster_size=cluster_size,
             warpgroups=consumers + 1,
             static=config,
             approx_math=config.options.approximate,
-            **others,
+            **parameters,
         )
-        return results[1:] if dynamic else results
+        return results[1:] if schedule.dynamic else results
 
     run = common.batch_instances(run, p.batch)
     arrays = p.query, p.key, p.value, *([] if lengths is None else [lengths])

@@ -18,13 +18,13 @@ base e (2):
 
 (2) In the end m and log2(l) are saved apart, see `LogSum`.
 
-Roles. The kernel is persistent: a CTA computes work tiles (`scheduler`) until none is left
-(`work_loop`), and there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3
-*consumer warpgroups*, each with 64 queries, and one *producer warpgroup*, whose warps start copies
-(TMA): warp 0 takes work tiles and copies keys, values and masks; warp 1 + n copies the queries of
-consumer warpgroup n, and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks
-that stream past; each skips those that its own queries do not see (`block_ranges`). The producer
-hands registers to the consumers (`REGISTERS`).
+Roles. The kernel is persistent: a CTA computes work tiles until none is left (`scheduler`), and
+there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3 *consumer warpgroups*,
+each with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes
+work tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n,
+and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks that stream past;
+each skips those that its own queries do not see. The producer hands registers to the consumers
+(`REGISTERS`).
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 
@@ -102,19 +102,21 @@ are read in device memory, ahead of the product.
 import dataclasses
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import block_ranges, common, ptx, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
+    Cta,
     ForwardConfig,
     Inputs,
-    Producer,
+    check_fits,
     copy,
     copy_keys_and_values,
     copy_statistics,
@@ -131,11 +133,11 @@ from pallas_flash._backends.mosaic.forward_common import (
     softmax,
 )
 from pallas_flash._backends.mosaic.operands import stored_dtype
-from pallas_flash._backends.mosaic.pairs import Streams, has_pairs
+from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
+from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
-from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -170,20 +172,13 @@ class Smem(NamedTuple):
     ended: Any
 
 
-def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Smem:
+def scratch(p: Problem, tile: ForwardTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers.
 
     Tiles of masks and of a bias are in it where there is room beside all else.
-
-    Args:
-        p: the call.
-        tile: block sizes.
-        dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
     """
     w, slots, cluster = tile.warpgroups, tile.output_slots, tile.cluster_size
-    if dynamic is None:
-        dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
-    blocks = functools.partial(common.blocks, p.dtype, w, rows=QUERY_ROWS)
+    blocks = functools.partial(common.blocks, p.dtype, w, rows=ptx.ROWS)
     q_sm = blocks(columns=p.head_dim)
     k, v = kv_pipelines(p, tile, consumers=w, cluster_size=cluster)
     smem = Smem(
@@ -191,11 +186,11 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         k=k,
         v=v,
         o_sm=blocks(columns=slots * ptx.COLUMNS) if slots else None,
-        statistics_sm=plgpu.SMEM((w, num_statistics(p), QUERY_ROWS), jnp.float32),
+        statistics_sm=plgpu.SMEM((w, num_statistics(p), ptx.ROWS), jnp.float32),
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
-        work=work_loop.pipeline(dynamic, 2 * w + 1),
+        work=scheduler.work_pipeline(p.mask, 2 * w + 1),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
     smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
@@ -207,7 +202,7 @@ def _mask_pipelines(p: Problem, tile: ForwardTile):
     arrays = sum(map(has_pairs, p.mask.leaves))
     # A tile is whole words, and copied for one CTA.
     if arrays and tile.block_kv % ptx.BITS == 0 and tile.cluster_size == 1:
-        rows = tile.warpgroups * QUERY_ROWS
+        rows = tile.warpgroups * ptx.ROWS
         smem = plgpu.SMEM((arrays, MASK_STAGES, tile.block_kv // ptx.BITS, rows), jnp.uint32)
         yield Pipeline.spec(smem, MASK_STAGES, copies=arrays, consumers=tile.warpgroups)
 
@@ -222,22 +217,13 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
         return
     for stages in range(tile.stages, 0, -1):
         count = tile.warpgroups * stages
-        smem = common.strips(dtype, count, rows=QUERY_ROWS, columns=tile.block_kv)
+        smem = common.strips(dtype, count, rows=ptx.ROWS, columns=tile.block_kv)
         copies = smem.shape[1]
         yield Pipeline.spec(smem, stages, copies=copies, pipelines=tile.warpgroups)
 
 
-@dataclasses.dataclass(frozen=True)
 class NarrowConfig(ForwardConfig):
-    """The configuration of the kernel, known at compile time.
-
-    Attributes:
-        partial_tail: whether partial blocks may follow full ones.
-        streams: the (q, k) arrays of which tiles are copied.
-    """
-
-    partial_tail: bool
-    streams: Streams
+    """The configuration of the kernel, known at compile time."""
 
     @property
     def large(self) -> bool:
@@ -255,7 +241,7 @@ class NarrowConfig(ForwardConfig):
             return query_tile
         return query_tile + self.tile.warpgroups * lax.axis_index(common.RANK)
 
-    def work_tiles(self, warpgroup, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, warpgroup, tiles: scheduler.WorkTiles) -> scheduler.WorkTiles:
         """Return the work tiles with the blocks that a warpgroup visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile(warpgroup, i))
 
@@ -284,7 +270,7 @@ class Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConsumerWarpgroup(Consumer):
+class ForwardConsumer(Consumer):
     """A consumer warpgroup at one work tile.
 
     The state of its loop is acc, p, m and l: p belongs to the last block, and its product with v
@@ -322,7 +308,7 @@ class ConsumerWarpgroup(Consumer):
     def block(self, j, *, partial: bool) -> Block:
         """Return the j-th block of the stream; what must be read in device memory is, from here."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape = QUERY_ROWS, self.config.kv.block
+        shape = ptx.ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=partial)
         return Block(j, first_key, partial, positions, options)
@@ -363,8 +349,8 @@ class ConsumerWarpgroup(Consumer):
     def wait_pv(self, j, acc, p):
         """Return acc when the j-th block has been added, and release its values.
 
-        In a cluster one thread arrives for the warpgroup at each CTA: p @ v is one operation of its
-        four warps.
+        In a cluster, for each CTA one thread arrives for the warpgroup: p @ v is one operation of
+        its four warps.
         """
         acc = ptx.wait(0, acc, p)
         self.smem.v.consumer_release(self.kv_base + j)
@@ -401,7 +387,7 @@ class ConsumerWarpgroup(Consumer):
         last = visited.stop - 1
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
-    def steps(self, state, visited: block_ranges.VisitedBlocks):
+    def steps(self, state, visited: scheduler.VisitedBlocks):
         """Run `step` over all these blocks."""
         partial, full = (functools.partial(self.step, partial=x) for x in (True, False))
 
@@ -466,7 +452,7 @@ class ConsumerWarpgroup(Consumer):
         """Return bools of the j-th block for each mask array that is copied."""
         if self.smem.bits is None:
             return ()
-        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * QUERY_ROWS
+        stage, first_row = self.smem.bits.stage(self.kv_base + j), self.query_tile * ptx.ROWS
         return self.config.streams.masks.read(self.smem.bits.smem, stage, first_row)
 
     def release_mask(self, j, l=None):
@@ -487,7 +473,7 @@ class ConsumerWarpgroup(Consumer):
         statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
         o = acc * common.along_rows(weight, acc.shape)
         parts = parts_of_output(o, smem.k.smem.dtype, self.o_refs)
-        rows = pl.ds(first_row, QUERY_ROWS)
+        rows = pl.ds(first_row, ptx.ROWS)
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # `commit_smem` below makes the statistics visible to their copies, too.
@@ -512,26 +498,23 @@ class ConsumerWarpgroup(Consumer):
             self.queries.consumer_release(0)
 
 
-def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: NarrowConfig):
+def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
+    config = cta.config
+    cta.smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
     registers, _ = REGISTERS[config.tile.warpgroups]
     plgpu.set_max_registers(registers, action="increase")
 
     def compute(i, work_tile, bases):
         kv_base, bias_base = bases
         query_tile = config.query_tile(warpgroup, i)
-        consumer = ConsumerWarpgroup(
-            inputs=inputs,
-            o_refs=o_refs,
-            statistic_refs=statistic_refs,
-            smem=smem,
-            config=config,
+        consumer = ForwardConsumer(
+            **vars(cta),
             warpgroup=warpgroup,
             work_tile=work_tile,
             query_tile=query_tile,
             first_row=config.query_tiles.first_row(work_tile.index, query_tile),
-            options=config.options.element_options(inputs.options, work_tile.b),
+            options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
             bias_base=bias_base,
         )
@@ -540,8 +523,8 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
         return kv_base + work_tile.kv_blocks.count, bias_base + visited.stop - visited.start
 
     bases = jnp.int32(0), jnp.int32(0)
-    work_loop.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
-    leave(smem.ended)
+    scheduler.for_each(config.work_tiles(warpgroup, tiles), compute, bases)
+    leave(cta.smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -549,10 +532,10 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class ProducerWarpgroup(Producer):
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
+class ForwardProducer(Cta):
+    """The producer warpgroup of a CTA; its methods are a warp's bodies for `scheduler.for_each`."""
 
-    def run(self, tiles: work_loop.WorkTiles):
+    def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need."""
         config = self.config
         _, registers = REGISTERS[config.tile.warpgroups]
@@ -565,7 +548,7 @@ class ProducerWarpgroup(Producer):
         warps = map(warp, range(config.tile.warpgroups))
         run_producer_warps(tiles, self.load_keys_and_values, *warps)
 
-    def load_keys_and_values(self, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_keys_and_values(self, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy the K/V blocks of a work tile; return how many the CTA has had."""
         del i
         config, smem, blocks = self.config, self.smem, work_tile.kv_blocks
@@ -591,18 +574,18 @@ class ProducerWarpgroup(Producer):
         )
         return kv_base + blocks.count
 
-    def load_queries(self, w: int, i, work_tile: work_loop.WorkTile, bias_base):
+    def load_queries(self, w: int, i, work_tile: scheduler.WorkTile, bias_base):
         """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
         config, pipeline = self.config, self.smem.q.pipeline_of_warpgroup(w)
         pipeline.producer_wait(0)
         first_row = config.query_tiles.first_row(work_tile.index, config.query_tile(w, i))
-        at = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
+        at = work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
         copy(self.inputs.q, at, pipeline.smem_of(0), pipeline.filled(0))
         if config.streams.bias is None:
             return bias_base
         return self.load_bias(w, first_row, work_tile, bias_base)
 
-    def load_bias(self, w: int, first_row, work_tile: work_loop.WorkTile, bias_base):
+    def load_bias(self, w: int, first_row, work_tile: scheduler.WorkTile, bias_base):
         """Copy the tiles of the bias that consumer warpgroup w visits; return how many it has had.
 
         Args:
@@ -637,27 +620,168 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward(inputs: Inputs, counted, *outputs, static: NarrowConfig, **memory):
-    """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
-    smem, config = Smem(**memory), static
-    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
-
-    def consume_all(tiles, warpgroup):
-        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
-
-    produce = ProducerWarpgroup(inputs, smem, config).run
-    run_cta(inputs, counted, smem.work, config.tile.warpgroups, consume_all, produce)
+def pallas_flash_forward(inputs: Inputs, dynamic_schedule, *outputs, static, **memory):
+    """Compute the work tiles of one CTA; a static schedule is in the inputs."""
+    n = static.num_parts
+    cta = Cta(inputs, outputs[:n], outputs[n:], Smem(**memory), static)
+    run_cta(cta, dynamic_schedule, static.tile.warpgroups, consume, ForwardProducer)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
     """Return the results of `forward_common.launch`, which takes these arguments."""
-    w, kv = tile.warpgroups, Tiling(problem.kv_len, tile.block_kv)
+    smem, w = scratch(problem, tile), tile.warpgroups
+    return launch(
+        *(pallas_flash_forward, NarrowConfig, problem, tile, lengths, smem),
+        query_tiles=w,
+        consumers=w,
+        copied=dict(bias=smem.bias is not None, masks=smem.bits is not None),
+    )
 
-    def prepare(shared, blocks, dynamic):
-        smem = scratch(problem, tile, dynamic=dynamic)
-        copied = dict(bias=smem.bias is not None, masks=smem.bits is not None)
-        streams, shared, streamed = Streams.from_problem(problem, shared, 3, kv, **copied)
-        tail = not problem.mask.scattered and block_ranges.have_partial_tail(blocks)
-        return smem, shared, streamed, dict(partial_tail=tail, streams=streams)
 
-    return launch(pallas_flash_forward, NarrowConfig, problem, tile, lengths, prepare, w, w)
+# ------------------------------------------------------------------------------------------------
+# Tiles
+# ------------------------------------------------------------------------------------------------
+
+
+class TileRule(NamedTuple):
+    """A tile for a kind of call.
+
+    Attributes:
+        width: the largest head dim of the kind.
+        kind: the rest of it in words.
+        tile: its tile.
+        fits: whether a call of such a head dim is of the kind.
+    """
+
+    width: float
+    kind: str
+    tile: ForwardTile
+    fits: Callable[[CallFeatures], bool] = lambda f: True
+
+
+# The first rule that fits decides. Times were taken on an H200 unless said otherwise.
+TILE_RULES = (
+    # Tiles of 192 x 96 would make most blocks of 128 x 128 partial, 2.4 times as long.
+    TileRule(
+        *(64, "block masks, dropout or float32 biases", ForwardTile(2, 128, 1)),
+        lambda f: f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}),
+    ),
+    # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
+    TileRule(64, "folded query tiles", ForwardTile(2, 128, 1, 4), lambda f: folded(f, 2)),
+    TileRule(
+        *(64, "a mask or scores that take registers for each pair", ForwardTile(3, 96, 1)),
+        lambda f: _takes_registers(f),
+    ),
+    # 1024 tokens of 16 heads: 15 and 18 microseconds.
+    TileRule(
+        *(64, "products alone, one work tile for each CTA", ForwardTile(2, 128, 1, 4)),
+        lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * ptx.ROWS,
+    ),
+    # 1024 tokens of 32 heads: 25 and 31 microseconds.
+    TileRule(
+        *(64, "products alone, fewer queries of a CTA by two warpgroups"),
+        *(ForwardTile(2, 160, 1, 4), lambda f: _is_shorter_by_two(f)),
+    ),
+    # At 4096 tokens four stages take 6 % longer.
+    TileRule(64, "mask arrays", ForwardTile(3, 128, 1, 2), lambda f: f.mask is MaskKind.ARRAY),
+    # A warpgroup begins its next query tile while others end theirs, as far as keys are there: at
+    # 512 to 2048 causal tokens two stages take 2 to 7 % longer.
+    TileRule(64, "all others", ForwardTile(3, 128, 1, 4)),
+    TileRule(128, "float32 biases", ForwardTile(2, 96, 2), lambda f: Option.BIAS in f.options),
+    # 4096 tokens: 1.22 and 1.31 ms.
+    TileRule(
+        *(128, "soft caps and no mask", ForwardTile(3, 80, 1)),
+        lambda f: Option.SOFT_CAP in f.options and not f.masked and _waits_for_scores(f),
+    ),
+    # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim 80
+    # 121 and 144.
+    TileRule(
+        *(128, "products alone, causal, 512 keys at most, not folded", ForwardTile(3, 64, 1, 3)),
+        lambda f: _products_alone(f) and f.causal and f.kv_len <= 512 and not folded(f, 2),
+    ),
+    # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
+    TileRule(
+        *(128, "products alone, no mask, more than 2048 keys", ForwardTile(2, 176, 1)),
+        lambda f: _products_alone(f) and not f.masked and f.kv_len > 2048,
+    ),
+    TileRule(128, "all others", ForwardTile(2, 128, 2)),
+    # Values that are no wider leave through the buffer of the queries. 4096 tokens with soft caps:
+    # 0.96 and 0.99 ms, with slopes 0.96 and 1.02 ms.
+    TileRule(
+        *(256, "products alone without a mask, or scores that are waited for"),
+        *(ForwardTile(2, 80, 0), lambda f: f.value_dim <= f.head_dim and _is_light(f)),
+    ),
+    TileRule(math.inf, "all others", ForwardTile(2, 64, 1)),
+)
+
+
+def default_tile(f: CallFeatures) -> ForwardTile:
+    """Return the tile of a call, by the rules; two CTAs may be a cluster that shares loads."""
+    tile = rule_of(f).tile
+    return dataclasses.replace(tile, cluster_size=2) if _in_pairs(f) else tile
+
+
+def rule_of(f: CallFeatures) -> TileRule:
+    """Return the rule that decides."""
+    return next(rule for rule in TILE_RULES if f.width <= rule.width and rule.fits(f))
+
+
+def _products_alone(f: CallFeatures) -> bool:
+    """Return whether products and a softmax are all that is computed for each pair."""
+    return not (f.scores or f.options & {Option.DROPOUT, Option.SCALE})
+
+
+def _takes_registers(f: CallFeatures) -> bool:
+    """Return whether a mask or scores take registers, of which wide tiles leave few."""
+    if f.options & (SCORES - {Option.SOFT_CAP, Option.SLOPES}):
+        return True
+    # Slopes beside a mask spill in tiles of 128 keys.
+    return f.mask not in QUICK or (f.masked and Option.SLOPES in f.options)
+
+
+# Masks that take few instructions a tile.
+QUICK = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.RANGES, MaskKind.LENGTHS, MaskKind.ARRAY
+
+
+def _waits_for_scores(f: CallFeatures) -> bool:
+    """Return whether soft caps or slopes are all that is done to scores."""
+    changed = f.options & (SCORES | {Option.DROPOUT})
+    return bool(changed) and changed <= {Option.SOFT_CAP, Option.SLOPES} and not f.by_arrays
+
+
+def _is_light(f: CallFeatures) -> bool:
+    return (_products_alone(f) and not f.masked) or _waits_for_scores(f)
+
+
+def _is_shorter_by_two(f: CallFeatures) -> bool:
+    """Return whether the longest CTA has fewer queries by two warpgroups than by three."""
+    alone = _products_alone(f) and not f.masked
+    return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
+
+
+# Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.
+FEW_ROWS = 2**15
+
+
+def _in_pairs(f: CallFeatures) -> bool:
+    """Return whether two CTAs should share keys and values.
+
+    Timed on a hot H200, up to 16384 tokens. At head dim 128 they take 3 to 6 % less time without a
+    mask, and up to 5 % less under a causal one, but 2048 tokens take as long. At head dim 64 they
+    take 2 % less without a mask, and 10 to 16 % more under a causal one. Clusters save power, which
+    does not limit few rows: these take 7 to 12 % longer at head dim 128.
+    """
+    if f.width <= 64 or not _products_alone(f) or min(f.q_len, f.kv_len) < 4096:
+        return False
+    return not f.masked or (f.causal and f.rows > FEW_ROWS)
+
+
+def check_tile(tile: ForwardTile, p: Problem) -> None:
+    """Raise ValueError if a tile does not fit on the GPU."""
+    registers, _ = REGISTERS[tile.warpgroups]
+    check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
+    if not tile.output_slots and p.value_dim > p.head_dim:
+        raise ValueError(
+            "`config.forward` must have `output_slots` where values are wider than queries; "
+            f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
+        )

@@ -76,13 +76,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.mosaic import common, ptx, work_loop
+from pallas_flash._backends.mosaic import common, ptx, scheduler
 from pallas_flash._backends.mosaic.forward_common import (
     Consumer,
+    Cta,
     ForwardConfig,
     Inputs,
-    Producer,
     RowMax,
+    check_fits,
     copy,
     copy_statistics,
     from_last_block_or,
@@ -98,8 +99,8 @@ from pallas_flash._backends.mosaic.forward_common import (
     softmax,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
-from pallas_flash._backends.mosaic.scheduler import QUERY_ROWS
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
+from pallas_flash._jax import hardware
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -110,6 +111,7 @@ CONSUMERS = 2
 REGISTERS = 240, 24
 # Keys of a block: p of a block is one operand of 64 columns.
 BLOCK_KV = 64
+WIDE = 256  # Calls with a larger head dim take this kernel.
 # Stages of a warpgroup's values.
 VALUE_STAGES = 2
 # Column blocks of values in a stage, at most: a product of wgmma has up to 256 columns.
@@ -165,18 +167,10 @@ class Smem(NamedTuple):
     ended: Any
 
 
-def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Smem:
-    """Return the specification of a CTA's shared memory and barriers.
-
-    Args:
-        p: the call.
-        tile: block sizes.
-        dynamic: whether the schedule is; by default, whether the mask has arrays or a predicate.
-    """
-    if dynamic is None:
-        dynamic = bool(jax.tree.leaves(p.mask)) or p.mask.scattered
+def scratch(p: Problem, tile: ForwardTile) -> Smem:
+    """Return the specification of a CTA's shared memory and barriers."""
     blocks = functools.partial(common.blocks, p.dtype)
-    q_sm = blocks(1, rows=QUERY_ROWS, columns=p.head_dim)
+    q_sm = blocks(1, rows=ptx.ROWS, columns=p.head_dim)
 
     def streamed(columns: int, stages: int) -> Pipeline:
         smem = blocks(CONSUMERS * stages, rows=tile.block_kv, columns=columns)
@@ -188,20 +182,52 @@ def scratch(p: Problem, tile: ForwardTile, *, dynamic: bool | None = None) -> Sm
         )
 
     weights = dict(
-        p=plgpu.SMEM((CONSUMERS, QUERY_ROWS, tile.block_kv), p.dtype, transforms=ptx.TILED),
-        rows=plgpu.SMEM((CONSUMERS, 3 + p.max_logits, QUERY_ROWS), jnp.float32),
+        p=plgpu.SMEM((CONSUMERS, ptx.ROWS, tile.block_kv), p.dtype, transforms=ptx.TILED),
+        rows=plgpu.SMEM((CONSUMERS, 3 + p.max_logits, ptx.ROWS), jnp.float32),
     )
     return Smem(
         q=Pipeline.spec(q_sm, 1, copies=q_sm.shape[1], consumers=CONSUMERS),
         k=streamed(ptx.COLUMNS, tile.stages),
         v=streamed(ValuePieces.from_value_dim(p.value_dim).columns, VALUE_STAGES),
         weights=Pipeline.spec(weights, 1, copies=1, pipelines=CONSUMERS),
-        o_sm=plgpu.SMEM((CONSUMERS, QUERY_ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
-        statistics_sm=plgpu.SMEM((num_statistics(p), QUERY_ROWS), jnp.float32),
+        o_sm=plgpu.SMEM((CONSUMERS, ptx.ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
+        statistics_sm=plgpu.SMEM((num_statistics(p), ptx.ROWS), jnp.float32),
         # The consumers, and four warps of the producer.
-        work=work_loop.pipeline(dynamic, CONSUMERS + 4),
+        work=scheduler.work_pipeline(p.mask, CONSUMERS + 4),
         ended=(common.barriers(1, CONSUMERS, tile.cluster_size) if tile.cluster_size > 1 else None),
     )
+
+
+def serves(p: Problem) -> bool:
+    """Return whether a call has heads that are too wide for `forward_kernel`."""
+    return max(p.head_dim, p.value_dim) > WIDE
+
+
+def default_tile(p: Problem) -> ForwardTile:
+    """Return the tile of a call, with as many stages of keys as fit.
+
+    Two CTAs share keys and values wherever the schedule is static and both have queries.
+    """
+    cluster_size = 2 if p.mask.known_on_host and p.q_len > ptx.ROWS else 1
+    limit = hardware.shared_memory_limit(common.HOPPER)
+    tried = (ForwardTile(CONSUMERS, BLOCK_KV, 1, stages, cluster_size) for stages in (4, 3, 2))
+    return next(x for x in tried if common.smem_bytes(scratch(p, x)) <= limit)
+
+
+def check_tile(tile: ForwardTile, p: Problem) -> None:
+    """Raise ValueError if this kernel has no such tile, or if it does not fit on the GPU."""
+    wanted, cluster = ForwardTile(CONSUMERS, BLOCK_KV, 1, tile.stages, tile.cluster_size), ""
+    # Keys of one query are cut into parts, whose lengths are arrays.
+    if p.q_len == 1:
+        wanted = dataclasses.replace(wanted, cluster_size=1)
+        cluster = ", and no cluster for one query,"
+    if tile != wanted:
+        raise ValueError(
+            f"`config.forward` must have {CONSUMERS} warpgroups, {BLOCK_KV} keys and 1 "
+            f"output slot{cluster} at head dims above {WIDE}; got {tile} at head dim "
+            f"{max(p.head_dim, p.value_dim)}. Use {wanted}."
+        )
+    check_fits("forward", tile, p, scratch(p, tile), p.value_dim // CONSUMERS, REGISTERS[0])
 
 
 class WideConfig(ForwardConfig):
@@ -216,7 +242,7 @@ class WideConfig(ForwardConfig):
         """Return which of a work tile's query tiles this CTA computes."""
         return 0 if self.tile.cluster_size == 1 else lax.axis_index(common.RANK)
 
-    def work_tiles(self, tiles: work_loop.WorkTiles) -> work_loop.WorkTiles:
+    def work_tiles(self, tiles: scheduler.WorkTiles) -> scheduler.WorkTiles:
         """Return the work tiles with the blocks that this CTA visits."""
         return tiles._replace(query_tile=lambda i: self.query_tile())
 
@@ -261,7 +287,7 @@ class Block(NamedTuple):
     options: ElementOptions
 
 
-class ConsumerWarpgroup(Consumer):
+class WideConsumer(Consumer):
     """A consumer warpgroup at one work tile."""
 
     @property
@@ -318,7 +344,7 @@ class ConsumerWarpgroup(Consumer):
     def block(self, j) -> Block:
         """Return the j-th block; what must be read of a bias in device memory is, from here."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape, visited = (QUERY_ROWS, self.config.kv.block), self.visited
+        shape, visited = (ptx.ROWS, self.config.kv.block), self.visited
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=False)
         partial = (j < visited.full) | (j >= visited.tail)
@@ -410,7 +436,7 @@ class ConsumerWarpgroup(Consumer):
         large, max_logits = config.options.large, config.options.max_logits
         m, l = initial_rows(large=large, max_logits=max_logits)
         pieces = config.pieces
-        zeros = jnp.zeros((QUERY_ROWS, pieces.columns), jnp.float32)
+        zeros = jnp.zeros((ptx.ROWS, pieces.columns), jnp.float32)
         acc = (plgpu.layout_cast(zeros, ptx.WGMMA),) * pieces.count
         first = first_own(self.kv_base, visited.start, self.warpgroup)
         steps = common.quotient(jnp.maximum(visited.stop - first, 0) + 1, 2)
@@ -460,7 +486,7 @@ class ConsumerWarpgroup(Consumer):
         smem, large = self.smem, self.config.options.large
         b, h, pieces = self.work_tile.b, self.work_tile.h, self.config.pieces
         statistics, weight = results_of_rows(self.options, h, m, l, large=large)
-        rows, staged = pl.ds(self.first_row, QUERY_ROWS), smem.o_sm.at[self.warpgroup]
+        rows, staged = pl.ds(self.first_row, ptx.ROWS), smem.o_sm.at[self.warpgroup]
         # The copies of the last work tile must have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -485,31 +511,28 @@ class ConsumerWarpgroup(Consumer):
                 first += 1
 
 
-def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config: WideConfig):
+def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
     """Run a consumer warpgroup over all work tiles of its CTA."""
-    smem.q.consumer_start()
-    smem.weights.pipeline_of_warpgroup(1 - warpgroup).consumer_start()
+    config = cta.config
+    cta.smem.q.consumer_start()
+    cta.smem.weights.pipeline_of_warpgroup(1 - warpgroup).consumer_start()
     plgpu.set_max_registers(REGISTERS[0], action="increase")
 
     def compute(i, work_tile, kv_base):
         del i
-        consumer = ConsumerWarpgroup(
-            inputs=inputs,
-            o_refs=o_refs,
-            statistic_refs=statistic_refs,
-            smem=smem,
-            config=config,
+        consumer = WideConsumer(
+            **vars(cta),
             warpgroup=warpgroup,
             work_tile=work_tile,
             first_row=config.query_tiles.first_row(work_tile.index, config.query_tile()),
-            options=config.options.element_options(inputs.options, work_tile.b),
+            options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
         )
         consumer.run()
         return kv_base + work_tile.kv_blocks.count
 
-    work_loop.for_each(config.work_tiles(tiles), compute, jnp.int32(0))
-    leave(smem.ended)
+    scheduler.for_each(config.work_tiles(tiles), compute, jnp.int32(0))
+    leave(cta.smem.ended)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -517,10 +540,10 @@ def consume(inputs, o_refs, statistic_refs, smem: Smem, tiles, warpgroup, config
 # ------------------------------------------------------------------------------------------------
 
 
-class ProducerWarpgroup(Producer):
-    """The producer warpgroup; its methods are bodies for `work_loop.for_each`, of one warp each."""
+class WideProducer(Cta):
+    """The producer warpgroup of a CTA; its methods are a warp's bodies for `scheduler.for_each`."""
 
-    def run(self, tiles: work_loop.WorkTiles):
+    def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need: a warp for each stream."""
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         bodies = [
@@ -531,7 +554,7 @@ class ProducerWarpgroup(Producer):
         first, *others = bodies
         run_producer_warps(tiles, first, *((tiles, body) for body in others))
 
-    def load_keys(self, warpgroup: int, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_keys(self, warpgroup: int, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy the keys of a warpgroup's own blocks; return how many blocks the CTA has had."""
         del i
         pipeline, count = (
@@ -558,7 +581,7 @@ class ProducerWarpgroup(Producer):
         lax.fori_loop(jnp.int32(0), steps, block, None)
         return kv_base + blocks
 
-    def load_values(self, warpgroup: int, i, work_tile: work_loop.WorkTile, kv_base):
+    def load_values(self, warpgroup: int, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy a warpgroup's half of all values, and warp 2 the queries; return as `load_keys`."""
         del i
         config, inputs, pieces = self.config, self.inputs, self.config.pieces
@@ -592,20 +615,20 @@ class ProducerWarpgroup(Producer):
         lax.fori_loop(jnp.int32(0), work_tile.kv_blocks.count, one, None)
         return kv_base + work_tile.kv_blocks.count
 
-    def load_queries(self, work_tile: work_loop.WorkTile):
+    def load_queries(self, work_tile: scheduler.WorkTile):
         """Copy the queries of the CTA."""
         config, pipeline = self.config, self.smem.q
         pipeline.producer_wait(0)
         first_row = config.query_tiles.first_row(work_tile.index, config.query_tile())
-        index = work_tile.b, pl.ds(first_row, QUERY_ROWS), work_tile.h
+        index = work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
         copy(self.inputs.q, index, pipeline.smem_of(0), pipeline.filled(0))
 
-    def rows(self, work_tile: work_loop.WorkTile, j):
+    def rows(self, work_tile: scheduler.WorkTile, j):
         """Return the slice of the keys of the j-th block."""
         block = self.config.kv.block
         return pl.ds(work_tile.kv_blocks.block_at(j, self.inputs.table) * block, block)
 
-    def kv_head(self, work_tile: work_loop.WorkTile):
+    def kv_head(self, work_tile: scheduler.WorkTile):
         """Return the key/value head."""
         return common.quotient(work_tile.h, self.config.groups)
 
@@ -620,29 +643,19 @@ class ProducerWarpgroup(Producer):
 # ------------------------------------------------------------------------------------------------
 
 
-def pallas_flash_forward_wide(inputs: Inputs, counted, *outputs, static: WideConfig, **memory):
-    """Compute the work tiles of one CTA; `counted` is a dynamic schedule, or None."""
-    smem, config = Smem(**memory), static
-    o_refs, statistic_refs = outputs[: config.num_parts], outputs[config.num_parts :]
-
-    def consume_all(tiles, warpgroup):
-        consume(inputs, o_refs, statistic_refs, smem, tiles, warpgroup, config)
-
-    produce = ProducerWarpgroup(inputs, smem, config).run
-    run_cta(inputs, counted, smem.work, CONSUMERS, consume_all, produce)
+def pallas_flash_forward_wide(inputs: Inputs, dynamic_schedule, *outputs, static, **memory):
+    """Compute the work tiles of one CTA; a static schedule is in the inputs."""
+    n = static.num_parts
+    cta = Cta(inputs, outputs[:n], outputs[n:], Smem(**memory), static)
+    run_cta(cta, dynamic_schedule, CONSUMERS, consume, WideProducer)
 
 
 def forward(problem: Problem, tile: ForwardTile, lengths=None):
     """Return the results of `forward_common.launch`, which takes these arguments."""
-
-    def prepare(shared, blocks, dynamic):
-        del blocks
-        return scratch(problem, tile, dynamic=dynamic), shared, None, {}
-
     return launch(
-        *(pallas_flash_forward_wide, WideConfig, problem, tile, lengths, prepare),
-        # A CTA has one query tile, as if it had one warpgroup.
-        rows=1,
+        *(pallas_flash_forward_wide, WideConfig, problem, tile, lengths, scratch(problem, tile)),
+        # Both consumer warpgroups have the same one.
+        query_tiles=1,
         consumers=CONSUMERS,
         unsafe_no_auto_barriers=True,
     )

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common, streamed
+from pallas_flash._backends.triton import memory, streamed
+from pallas_flash._backends.triton.launch import launch
+from pallas_flash._backends.triton.spec import KernelSpec, make_spec
 from pallas_flash._backends.triton.streamed import Streamed
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
@@ -22,7 +24,7 @@ from pallas_flash._problem.traversal import in_tile
 
 def pallas_flash_dbias(
     *refs,
-    spec: common.KernelSpec,
+    spec: KernelSpec,
     counts: tuple[int, int, int, int],
     broadcast: tuple[bool, bool, bool, bool],
 ):
@@ -63,18 +65,17 @@ def pallas_flash_dbias(
     acc = lax.fori_loop(0, total, step, jnp.zeros(shape, jnp.float32))
     acc = rescaled(arrays.extras.dropout, acc)
     rows, keys = (
-        None if one else common.valid_positions(tiling, in_tile(grid[axis], tiling.block))
+        None if one else memory.valid_positions(tiling, in_tile(grid[axis], tiling.block))
         for one, tiling, axis in ((broadcast[2], spec.q, 2), (broadcast[3], spec.kv, 3))
     )
-    common.store_pairs(dbias_ref, acc, rows, keys)
+    memory.store_pairs(dbias_ref, acc, rows, keys)
 
 
 def dbias(problem: Problem, do, log_sum, delta, dq: Tile, *, interpret: bool):
     """Return the gradient of the bias, in its shape and dtype. `dq` is the tile of the dq pass."""
     p = problem
     tile = streamed.small_tile(dq)
-    spec, extras, some = common.make_spec(p, tile, streamed="both", interpret=interpret)
-    arrays, in_specs = streamed.operands(p, do, log_sum, delta, extras, some)
+    spec, extras, some = make_spec(p, tile, streamed="both", interpret=interpret)
     counts = (p.batch, p.num_heads, spec.q.count, spec.kv.count)
     broadcast = tuple(n == 1 for n in p.bias.shape)
     block = (
@@ -83,15 +84,13 @@ def dbias(problem: Problem, do, log_sum, delta, dq: Tile, *, interpret: bool):
         1 if broadcast[2] else spec.q.block,
         1 if broadcast[3] else spec.kv.block,
     )
-    [out] = common.call(
+    [out] = launch(
         pallas_flash_dbias,
-        *arrays,
+        streamed.operands(p, do, log_sum, delta, extras, some),
+        [(p.bias.shape, p.bias.dtype, pl.BlockSpec(block, lambda j, i, h, b: (b, h, i, j)))],
         spec=spec,
         tile=tile,
         grid=tuple(1 if one else n for n, one in zip(counts, broadcast, strict=True))[::-1],
-        in_specs=in_specs,
-        out_specs=[pl.BlockSpec(block, lambda j, i, h, b: (b, h, i, j))],
-        out_shapes=[(p.bias.shape, p.bias.dtype)],
         counts=counts,
         broadcast=broadcast,
     )

@@ -22,8 +22,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common
-from pallas_flash._backends.triton.tiles.rule import splits_of_heads
+from pallas_flash._backends.triton import memory, visibility
+from pallas_flash._backends.triton.grid import side_by_side
+from pallas_flash._backends.triton.launch import launch, load_tables, table_operands, whole
+from pallas_flash._backends.triton.spec import KernelSpec, make_spec, softmax_shift
+from pallas_flash._backends.triton.tiles import splits_of_heads
 from pallas_flash._problem.dropout import drop, rescaled, shrunk
 from pallas_flash._problem.problem import Extras, Problem
 from pallas_flash._problem.tile_sizes import Tile
@@ -48,7 +51,7 @@ class KeyTile(NamedTuple):
         want_dv: whether dv is computed.
     """
 
-    spec: common.KernelSpec
+    spec: KernelSpec
     extras: Extras
     queries: tuple
     scale: Any
@@ -70,23 +73,23 @@ class KeyTile(NamedTuple):
         at = self.b, self.first_head + g, q_pos[None, :], self.pos[:, None]
         exist = rows = None
         if spec.mask_loads and masked:
-            exist = common.valid_positions(spec.q, q_pos)
-            rows = common.queries_with_keys(mask, *at[:2], q_pos, self.pos, self.valid)
+            exist = memory.valid_positions(spec.q, q_pos)
+            rows = visibility.queries_with_keys(mask, *at[:2], q_pos, self.pos, self.valid)
 
         def visible(x):
             return jnp.where(mask.allowed(*at), x, 0.0)
 
         def load_do():
-            return common.load(do_ref.at[span, g, :], rows, spec.value_dim)
+            return memory.load(do_ref.at[span, g, :], rows, spec.value_dim)
 
         # The order of loads and products matters. lse is loaded before the products, so that the
         # exponentials run under the second one. delta is loaded late and holds no registers.
-        log_sum = jax.tree.map(lambda ref: common.load_row(ref.at[g, span], exist), log_sum_refs)
-        q = common.load(q_ref.at[span, g, :], rows, spec.head_dim)
+        log_sum = jax.tree.map(lambda ref: memory.load_row(ref.at[g, span], exist), log_sum_refs)
+        q = memory.load(q_ref.at[span, g, :], rows, spec.head_dim)
         do = None if self.v is None else load_do()
         s_t, c, pull = spec.logits_vjp(extras, spec.dot_t(self.k, q), self.scale, *at)
         dp_t = 0.0 if self.v is None else spec.dot_t(self.v, do)
-        log_sum = jax.tree.map(lambda x: x[None, :], common.softmax_shift(extras, log_sum))
+        log_sum = jax.tree.map(lambda x: x[None, :], softmax_shift(extras, log_sum))
         p_t = spec.probabilities(s_t, c, log_sum)
         kept = spec.kept_in_tile(extras, *at[:2], q_tile, self.number, transposed=True)
         if masked:
@@ -97,7 +100,7 @@ class KeyTile(NamedTuple):
         if self.want_dv:
             dv = dv + spec.dot(drop(kept, p_t).astype(do.dtype), do)
         if self.v is not None:
-            delta = shrunk(extras.dropout, common.load_row(delta_ref.at[g, span], exist))
+            delta = shrunk(extras.dropout, memory.load_row(delta_ref.at[g, span], exist))
             ds_t = pull(p_t * (drop(kept, dp_t) - delta[None, :]))
             if masked:
                 ds_t = visible(ds_t)  # Hides also what is not finite in dp_t.
@@ -112,7 +115,7 @@ def _kernel(
     scale_ref,
     do_ref,
     *refs,
-    spec: common.KernelSpec,
+    spec: KernelSpec,
     here,
     want_dk: bool,
     want_dv: bool,
@@ -120,14 +123,14 @@ def _kernel(
     n_out = want_dk + want_dv
     log_sum_refs, (delta_ref, *refs) = spec.log_sum(refs)
     tables, outputs = refs[:-n_out], list(refs[-n_out:])
-    tiles, extras = common.load_tables(tables, spec, streamed=spec.q)
+    tiles, extras = load_tables(tables, spec, streamed=spec.q)
     b, split, kv_tile = here()
     groups = q_ref.shape[1]
     first_head = split * groups
     k_pos = in_tile(kv_tile, spec.kv.block)
-    keys = common.valid_positions(spec.kv, k_pos)
-    k = common.load(k_ref, keys, spec.head_dim)
-    v = common.load(v_ref, keys, spec.value_dim) if want_dk else None
+    keys = memory.valid_positions(spec.kv, k_pos)
+    k = memory.load(k_ref, keys, spec.head_dim)
+    v = memory.load(v_ref, keys, spec.value_dim) if want_dk else None
     queries = q_ref, do_ref, log_sum_refs, delta_ref
     scale = scale_ref[0]
     tile = KeyTile(
@@ -146,9 +149,9 @@ def _kernel(
     dk, dv = lax.fori_loop(0, groups, each_head, zeros) if loop else each_head(0, zeros)
     if want_dk:
         dk = rescaled(extras.dropout, dk * scale)
-        common.store(outputs.pop(0), dk, keys, spec.head_dim)
+        memory.store(outputs.pop(0), dk, keys, spec.head_dim)
     if want_dv:
-        common.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, spec.value_dim)
+        memory.store(outputs.pop(0), rescaled(extras.dropout, dv), keys, spec.value_dim)
 
 
 def pallas_flash_dkv(*refs, **options):
@@ -169,10 +172,10 @@ def pallas_flash_dv(*refs, **options):
 def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: bool):
     """Return a list of what `kernel` computes: dk [B, S, K, H], dv [B, S, K, V] or both."""
     p = problem
-    spec, extras, table = common.make_spec(p, tile, streamed="q", interpret=interpret)
+    spec, extras, table = make_spec(p, tile, streamed="q", interpret=interpret)
     splits = splits_of_heads(p.groups, p.kv_rows, bool(p.mask))
     groups = p.groups // splits
-    heads = common.side_by_side(p, extras.mask, p.q_len * p.groups)
+    heads = side_by_side(p, extras.mask, p.q_len * p.groups)
 
     def index(split, j, outer, b):
         """Return the batch element, the split (of all query heads) and the tile of grid indices."""
@@ -185,7 +188,7 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
             b, split, _ = index(*ids)
             return b, 0, split, 0
 
-        return pl.BlockSpec((None, p.q_len, groups, common.padded(width)), block)
+        return pl.BlockSpec((None, p.q_len, groups, memory.padded(width)), block)
 
     def keys(width, splits_of_a_head=1):
         """Return the spec of a tile of [B, S, splits, width].
@@ -197,9 +200,8 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
             b, split, j = index(*ids)
             return b, j, lax.div(split, np.int32(splits_of_a_head)), 0
 
-        return pl.BlockSpec((None, spec.kv.block, None, common.padded(width)), block)
+        return pl.BlockSpec((None, spec.kv.block, None, memory.padded(width)), block)
 
-    tables, table_specs = common.operands(extras, table, index, heads=groups)
     statistic = pl.BlockSpec((None, groups, p.q_len), lambda *ids: (*index(*ids)[:2], 0))
     widths = []
     if kernel is not pallas_flash_dv:
@@ -207,32 +209,23 @@ def dkv(problem: Problem, do, log_sum, delta, tile: Tile, kernel, *, interpret: 
     if kernel is not pallas_flash_dk:
         widths.append(p.value_dim)
     dtype = p.dtype if splits == 1 else jnp.float32
-    sums = common.call(
+    sums = launch(
         kernel,
-        p.query,
-        p.key,
-        p.value,
-        p.scale[None],
-        do,
-        *jax.tree.leaves(log_sum),
-        delta,
-        *tables,
+        [
+            (p.query, head_rows(p.head_dim)),
+            (p.key, keys(p.head_dim, splits)),
+            (p.value, keys(p.value_dim, splits)),
+            whole(p.scale[None]),
+            (do, head_rows(p.value_dim)),
+            *((x, statistic) for x in (*jax.tree.leaves(log_sum), delta)),
+            *table_operands(extras, table, index, heads=groups),
+        ],
+        [((*p.key.shape[:2], p.num_kv_heads * splits, w), dtype, keys(w)) for w in widths],
         spec=spec,
         tile=tile,
         # Key tile 0 comes first. Under a causal mask it has the most queries, and heavy tiles
         # should start early.
         grid=(heads * splits, spec.kv.count, p.num_kv_heads // heads, p.batch),
-        in_specs=[
-            head_rows(p.head_dim),
-            keys(p.head_dim, splits),
-            keys(p.value_dim, splits),
-            common.whole_array(p.scale[None]),
-            head_rows(p.value_dim),
-            *[statistic] * (spec.num_statistics + 1),
-            *table_specs,
-        ],
-        out_specs=[keys(width) for width in widths],
-        out_shapes=[((*p.key.shape[:2], p.num_kv_heads * splits, w), dtype) for w in widths],
         here=lambda: index(*map(pl.program_id, range(4))),
     )
     if splits == 1:

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common, streamed
+from pallas_flash._backends.triton import memory, streamed
 from pallas_flash._backends.triton.delta_kernel import delta
+from pallas_flash._backends.triton.launch import launch
+from pallas_flash._backends.triton.spec import KernelSpec, make_spec
 from pallas_flash._backends.triton.streamed import Streamed
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
@@ -39,9 +41,7 @@ class Sums(enum.Enum):
         return next((x for x in cls if x.value in read.letters), cls.ROWS)
 
 
-def pallas_flash_read(
-    *refs, spec: common.KernelSpec, number: int, sums: Sums, batch: int, by_batch: bool
-):
+def pallas_flash_read(*refs, spec: KernelSpec, number: int, sums: Sums, batch: int, by_batch: bool):
     """Compute the sums of one query tile, key tile or diagonal of tiles, of one head.
 
     `by_batch` says whether a program has one batch element, or all of `batch`.
@@ -79,10 +79,10 @@ def pallas_flash_read(
     acc = lax.fori_loop(0, count, step, jnp.zeros(shape, jnp.float32))
     acc = rescaled(arrays.extras.dropout, acc)
     rows, keys = (
-        side and common.valid_positions(side, in_tile(resident, side.block))
+        side and memory.valid_positions(side, in_tile(resident, side.block))
         for side in (rows, keys)
     )
-    common.store_pairs(out_ref, acc, rows, keys)
+    memory.store_pairs(out_ref, acc, rows, keys)
 
 
 def table_gradients(
@@ -130,12 +130,11 @@ def _sums(p: Problem, do, log_sum, delta, number: int, read: Read, dq: Tile, *, 
     tile = streamed.small_tile(dq)
     if sums is Sums.DIAGONALS:
         sides = (p.q_len, tile.block_q), (p.kv_len, tile.block_kv)
-        block = min(common.block_for(*side) for side in sides)
+        block = min(memory.block_for(*side) for side in sides)
         tile = Tile(block, block, tile.num_warps, tile.num_stages)
     else:
         by_batch = True
-    spec, extras, some = common.make_spec(p, tile, streamed="both", interpret=interpret)
-    arrays, in_specs = streamed.operands(p, do, log_sum, delta, extras, some)
+    spec, extras, some = make_spec(p, tile, streamed="both", interpret=interpret)
     batch = p.batch if by_batch else 1
     shape, block, count = {
         Sums.ROWS: ((p.q_len, 1), (spec.q.block, 1), spec.q.count),
@@ -150,15 +149,13 @@ def _sums(p: Problem, do, log_sum, delta, number: int, read: Read, dq: Tile, *, 
     def place(i, h, b):
         return (b, h, 0, i) if sums is Sums.COLUMNS else (b, h, i, 0)
 
-    [x] = common.call(
+    [x] = launch(
         pallas_flash_read,
-        *arrays,
+        streamed.operands(p, do, log_sum, delta, extras, some),
+        [((batch, p.num_heads, *shape), jnp.float32, pl.BlockSpec((None, None, *block), place))],
         spec=spec,
         tile=tile,
         grid=(count, p.num_heads, batch),
-        in_specs=in_specs,
-        out_specs=[pl.BlockSpec((None, None, *block), place)],
-        out_shapes=[((batch, p.num_heads, *shape), jnp.float32)],
         number=number,
         sums=sums,
         batch=p.batch,

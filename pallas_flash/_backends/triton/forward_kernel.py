@@ -20,7 +20,10 @@ import operator
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common
+from pallas_flash._backends.triton import memory, visibility
+from pallas_flash._backends.triton.grid import QueryTiles
+from pallas_flash._backends.triton.launch import launch, load_tables, whole
+from pallas_flash._backends.triton.spec import KernelSpec, Rows, make_spec
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Extras, Problem
 from pallas_flash._problem.tile_sizes import Tile
@@ -32,9 +35,9 @@ from pallas_flash._problem.traversal import in_tile, visit
 PARTIAL_SUMS = 8
 
 
-def _contiguous(ref, kv_tile, keys, width: int, spec: common.KernelSpec):
+def _contiguous(ref, kv_tile, keys, width: int, spec: KernelSpec):
     span = pl.ds(kv_tile * spec.kv.block, spec.kv.block)
-    return (common.load(ref.at[span, :], keys, width),), None
+    return (memory.load(ref.at[span, :], keys, width),), None
 
 
 def _scaled(x, scales):
@@ -43,7 +46,7 @@ def _scaled(x, scales):
 
 
 def attend(
-    rows: common.Rows,
+    rows: Rows,
     q,
     k_ref,
     v_ref,
@@ -51,7 +54,7 @@ def attend(
     tiles,
     kept_of,
     extras: Extras,
-    spec: common.KernelSpec,
+    spec: KernelSpec,
     load=_contiguous,
 ):
     """Run the online softmax of a program's rows over a range of key tiles.
@@ -79,7 +82,7 @@ def attend(
         acc, m, l = carry
         k_pos = in_tile(kv_tile, block_kv)
         at = rows.indices(k_pos)
-        keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
+        keys = visibility.keys_to_load(spec, mask, rows, k_pos, masked)
         k, k_scales = load(k_ref, kv_tile, keys, spec.head_dim, spec)
         # Before the first product. After it the kernel would take 207 registers at head dim 128,
         # not 192, and at 64 two programs would fit on an SM, not four.
@@ -109,10 +112,10 @@ def attend(
     return acc, m, jnp.sum(l, axis=1)
 
 
-def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.KernelSpec, here):
+def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: KernelSpec, here):
     """Compute one query tile of one head."""
     tables, o_refs, row_refs = spec.outputs(refs)
-    tiles, extras = common.load_tables(tables, spec, streamed=spec.kv)
+    tiles, extras = load_tables(tables, spec, streamed=spec.kv)
     b, h, q_tile = here()
     rows = spec.rows(b, h, q_tile, q_ref)
 
@@ -131,42 +134,34 @@ def pallas_flash_forward(q_ref, k_ref, v_ref, scale_ref, *refs, spec: common.Ker
     weight = rescaled(extras.dropout, factor / l)
     parts = spec.parts_of_output(acc * weight[:, None], o_refs[0].dtype)
     for ref, x in zip(o_refs, parts, strict=True):
-        common.store(ref, x, rows.valid, spec.value_dim)
+        memory.store(ref, x, rows.valid, spec.value_dim)
     for ref, x in zip(row_refs, spec.statistics(m, l, has_keys) + max_logits, strict=True):
-        common.store_row(ref, x, rows.valid)
+        memory.store_row(ref, x, rows.valid)
 
 
 def forward(problem: Problem, tile: Tile, *, interpret: bool):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     p = problem
-    spec, extras, table = common.make_spec(p, tile, streamed="kv", interpret=interpret)
-    layout = common.QueryTiles(p, spec, extras.mask)
-    tables, table_specs = layout.operands(extras, table)
-    results = common.call(
+    spec, extras, table = make_spec(p, tile, streamed="kv", interpret=interpret)
+    layout = QueryTiles(p, spec, extras.mask)
+    statistic = layout.row_statistic()
+    results = launch(
         pallas_flash_forward,
-        p.query,
-        p.key,
-        p.value,
-        p.scale[None],
-        *tables,
+        [
+            (p.query, layout.rows(p.head_dim)),
+            (p.key, layout.keys(p.head_dim)),
+            (p.value, layout.keys(p.value_dim)),
+            whole(p.scale[None]),
+            *layout.operands(extras, table),
+        ],
+        [
+            *[((*p.query.shape[:3], p.value_dim), p.dtype, layout.rows(p.value_dim))]
+            * spec.num_parts,
+            *[((p.batch, p.num_heads, p.q_len), jnp.float32, statistic)] * spec.num_row_outputs,
+        ],
         spec=spec,
         tile=tile,
         grid=layout.grid,
-        in_specs=[
-            layout.rows(p.head_dim),
-            layout.keys(p.head_dim),
-            layout.keys(p.value_dim),
-            common.whole_array(p.scale[None]),
-            *table_specs,
-        ],
-        out_specs=[
-            *[layout.rows(p.value_dim)] * spec.num_parts,
-            *[layout.row_statistic()] * spec.num_row_outputs,
-        ],
-        out_shapes=[
-            *[((*p.query.shape[:3], p.value_dim), p.dtype)] * spec.num_parts,
-            *[((p.batch, p.num_heads, p.q_len), jnp.float32)] * spec.num_row_outputs,
-        ],
         here=layout.here,
     )
     return spec.results_of_forward(results)

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common, eight_bit
+from pallas_flash._backends.triton import eight_bit, memory
 from pallas_flash._backends.triton.decode_kernel import (
     MANY_PROGRAMS,
     MIN_TILES_PER_SPLIT,
@@ -40,7 +40,9 @@ from pallas_flash._backends.triton.decode_kernel import (
     query_and_head,
 )
 from pallas_flash._backends.triton.forward_kernel import attend
-from pallas_flash._backends.triton.tiles.table import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
+from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole
+from pallas_flash._backends.triton.spec import KernelSpec, Rows
+from pallas_flash._backends.triton.tiles import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
 from pallas_flash._jax import device, hardware
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles, Work, key_place
@@ -77,7 +79,7 @@ class PagedKeys(NamedTuple):
         return self.ref.shape
 
 
-def _paged(x: PagedKeys, kv_tile, keys, width: int, spec: common.KernelSpec):
+def _paged(x: PagedKeys, kv_tile, keys, width: int, spec: KernelSpec):
     """Load a tile of keys or values, as `attend` calls it."""
     num_pages, page_size, _ = x.ref.shape
     block = spec.kv.block
@@ -89,10 +91,10 @@ def _paged(x: PagedKeys, kv_tile, keys, width: int, spec: common.KernelSpec):
     # No index of the table leads outside of the cache.
     page = lax.max(lax.min(page, np.int32(num_pages - 1)), np.int32(0))
     if gathered:
-        tile = common.load_at(x.ref, (page, row), keys, width // x.parts)
+        tile = memory.load_at(x.ref, (page, row), keys, width // x.parts)
     else:
         row = pl.ds(row, block)
-        tile = common.load(x.ref.at[page, row, :], keys, width // x.parts)
+        tile = memory.load(x.ref.at[page, row, :], keys, width // x.parts)
     if x.scales_ref is None:
         return (tile,), None
     if x.parts > 1:
@@ -101,7 +103,7 @@ def _paged(x: PagedKeys, kv_tile, keys, width: int, spec: common.KernelSpec):
         tiles = (tile.astype(x.dtype),)
     if len(x.scales_ref.shape) == 1:
         return tiles, x.scales_ref[x.head]
-    return tiles, common.load_row(x.scales_ref.at[page, row], keys)[None, :]
+    return tiles, memory.load_row(x.scales_ref.at[page, row], keys)[None, :]
 
 
 def _interleaved(ref, parts: int, *rows):
@@ -119,7 +121,7 @@ def pallas_flash_paged(
     work_ref,
     table_ref,
     *refs,
-    spec: common.KernelSpec,
+    spec: KernelSpec,
     groups: int,
     quantised: tuple[bool, bool],
     caches: tuple[Any, Any],
@@ -136,10 +138,10 @@ def pallas_flash_paged(
     query, head = query_and_head(row, groups)
     head = kv_head * groups + head
     q = tuple(
-        common.load(ref, valid, spec.head_dim // parts)
+        memory.load(ref, valid, spec.head_dim // parts)
         for ref in _interleaved(q_ref, parts, token + query, head)
     )
-    rows = common.Rows(q, request, head, query, valid)
+    rows = Rows(q, request, head, query, valid)
     k, v = (
         PagedKeys(ref, scale, table_ref, request, kv_head, q_ref.dtype, cache, parts)
         for ref, scale, cache in zip((k_ref, v_ref), scales, caches, strict=True)
@@ -148,24 +150,24 @@ def pallas_flash_paged(
         rows, q, k, v, scale_ref[0], ranges, lambda *_: None, extras, spec, load=_paged
     )
     for ref, x in zip(_interleaved(acc_ref, parts, lax.iota(jnp.int32, block)), acc, strict=True):
-        common.store(ref, x, valid, spec.value_dim // parts)
-    common.store_row(m_ref, m, valid)
-    common.store_row(l_ref, l, valid)
+        memory.store(ref, x, valid, spec.value_dim // parts)
+    memory.store_row(m_ref, m, valid)
+    memory.store_row(l_ref, l, valid)
 
 
 def pallas_flash_paged_combine(
     rows_ref,
     *refs,
-    spec: common.KernelSpec,
+    spec: KernelSpec,
     groups: int,
     most: tuple[int, ...],
 ):
     """Combine the splits of one row. `rows_ref` has 3 numbers of each launch, see `_combine`."""
     head = pl.program_id(1) * groups + query_and_head(pl.program_id(0), groups)[1]
     parts = []
-    for launch, n in enumerate(most):
+    for part, n in enumerate(most):
         acc_ref, m_ref, l_ref, *refs = refs
-        first, count, row = (rows_ref[3 * launch + i] for i in range(3))
+        first, count, row = (rows_ref[3 * part + i] for i in range(3))
         last = np.int32(m_ref.shape[0] - 1)
 
         def at(ref, i, n, first=first, row=row, last=last):
@@ -194,7 +196,7 @@ class _Launch(NamedTuple):
     tiles: RowTiles
     work: Work
     most: int
-    spec: common.KernelSpec
+    spec: KernelSpec
     tile: Tile
 
 
@@ -212,13 +214,13 @@ def forward(problem: PagedProblem, *, interpret: bool):
 
 def launches_of(p: PagedProblem, capability) -> list[tuple[Tile, tuple[int, int | None]]]:
     """Return the tile of each launch, and the rows of its requests: more than, and at most."""
-    width = max(64, common.padded(max(p.head_dim, p.value_dim)))
+    width = max(64, memory.padded(max(p.head_dim, p.value_dim)))
     rows = p.q_len * p.groups
     # Quantised keys have the same tiles, because conversions take the registers of more keys.
     block_kv = DECODE_STAGE // (2 * width * p.dtype.itemsize)
     most = DECODE_ROWS[width]
     uniform = p.tokens == p.batch * p.q_len
-    few = Tile(common.block_for(rows if uniform else p.groups, most), block_kv, 4, 3)
+    few = Tile(memory.block_for(rows if uniform else p.groups, most), block_kv, 4, 3)
     if rows <= few.block_q:
         return [(few, (0, None))]
     units = hardware.matrix_units(capability)
@@ -241,7 +243,7 @@ def _launch(p: PagedProblem, tile: Tile, tiles: RowTiles, kv: Tiling, *, interpr
     splits_of_tile = pl.cdiv(kv.count, MIN_TILES_PER_SPLIT)
     work = tiles.work(p, min(count + splits, count * splits_of_tile), splits, MIN_TILES_PER_SPLIT)
     extras = Extras(p.mask, p.scores)
-    spec = common.KernelSpec(
+    spec = KernelSpec(
         extras=jax.tree.structure(extras),
         dtypes=tuple(x.dtype for x in jax.tree.leaves(extras)),
         sparsity=Sparsity.RANGES,
@@ -263,21 +265,14 @@ def _launch(p: PagedProblem, tile: Tile, tiles: RowTiles, kv: Tiling, *, interpr
     return _Launch(results, tiles, work, most, spec, tile)
 
 
-def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extras, tile: Tile):
+def _compute(p: PagedProblem, work: Work, spec: KernelSpec, extras: Extras, tile: Tile):
     """Return acc [work tiles, K, rows, V], m and l [work tiles, K, rows] of all work tiles."""
-    width, value_width = common.padded(p.head_dim), common.padded(p.value_dim)
+    width, value_width = memory.padded(p.head_dim), memory.padded(p.value_dim)
     scales = [x for x in (p.key_scales, p.value_scales) if x is not None]
     parts = eight_bit.parts_of(p)
     key_pages, value_pages = (
         eight_bit.pack(x) if parts > 1 else x for x in (p.key_pages, p.value_pages)
     )
-    arrays = [
-        p.scale[None],
-        work.table,
-        p.requests.page_indices,
-        *scales,
-        *common.kernel_arrays(extras),
-    ]
     block, rows = tile.block_q, min(tile.block_q, p.q_len * p.groups)
     statistic = (len(work.table), p.num_kv_heads, rows)
 
@@ -286,39 +281,37 @@ def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extra
             (p.requests.num_pages, p.requests.page_size, None, width), lambda k, w: (0, 0, k, 0)
         )
 
-    def scales_spec(x):
-        if x.ndim == 1:
-            return common.whole_array(x)
-        return pl.BlockSpec(
-            (p.requests.num_pages, None, p.requests.page_size), lambda k, w: (0, k, 0)
-        )
+    def with_spec(scales):
+        if scales.ndim == 1:
+            return whole(scales)
+        block = p.requests.num_pages, None, p.requests.page_size
+        return scales, pl.BlockSpec(block, lambda k, w: (0, k, 0))
 
     # The compiler divides its stages between two loads, of a page's number and of its keys.
     tile = dataclasses.replace(tile, num_stages=2 * tile.num_stages - 1)
-    return common.call(
+    return launch(
         pallas_flash_paged,
-        p.query,
-        key_pages,
-        value_pages,
-        *arrays,
+        [
+            (p.query, pl.BlockSpec((p.tokens, p.num_heads, width), lambda k, w: (0, 0, 0))),
+            (key_pages, pages(width // parts)),
+            (value_pages, pages(value_width // parts)),
+            whole(p.scale[None]),
+            (work.table, pl.BlockSpec((None, work.table.shape[1]), lambda k, w: (w, 0))),
+            whole(p.requests.page_indices),
+            *map(with_spec, scales),
+            *map(whole, kernel_arrays(extras)),
+        ],
+        [
+            (
+                *((*statistic, p.value_dim), jnp.float32),
+                pl.BlockSpec((None, None, block, value_width), lambda k, w: (w, k, 0, 0)),
+            ),
+            *[(statistic, jnp.float32, pl.BlockSpec((None, None, block), lambda k, w: (w, k, 0)))]
+            * 2,
+        ],
         spec=spec,
         tile=tile,
         grid=(p.num_kv_heads, len(work.table)),
-        in_specs=[
-            pl.BlockSpec((p.tokens, p.num_heads, width), lambda k, w: (0, 0, 0)),
-            pages(width // parts),
-            pages(value_width // parts),
-            common.whole_array(p.scale[None]),
-            pl.BlockSpec((None, work.table.shape[1]), lambda k, w: (w, 0)),
-            common.whole_array(p.requests.page_indices),
-            *map(scales_spec, scales),
-            *map(common.whole_array, arrays[3 + len(scales) :]),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, block, value_width), lambda k, w: (w, k, 0, 0)),
-            *[pl.BlockSpec((None, None, block), lambda k, w: (w, k, 0))] * 2,
-        ],
-        out_shapes=[((*statistic, p.value_dim), jnp.float32), *[(statistic, jnp.float32)] * 2],
         groups=p.groups,
         quantised=(p.key_scales is not None, p.value_scales is not None),
         caches=(p.key_pages.dtype, p.value_pages.dtype),
@@ -328,17 +321,18 @@ def _compute(p: PagedProblem, work: Work, spec: common.KernelSpec, extras: Extra
 
 def _combine(p: PagedProblem, launches: list[_Launch]):
     """Return the output [tokens, N, V] and the LSE [tokens, N]."""
-    columns, operands, specs = [], [], []
-    width, groups = common.padded(p.value_dim), p.groups
-    for launch in launches:
-        tile, row, exists = launch.tiles.tile_of_rows(p)
+    columns, operands = [], []
+    width, groups = memory.padded(p.value_dim), p.groups
+    for part in launches:
+        tile, row, exists = part.tiles.tile_of_rows(p)
         # The first split of each row, their number, and the row in the tile.
-        columns += [launch.work.first[tile], jnp.where(exists, launch.work.count[tile], 0), row]
-        operands += launch.results
-        count, _, rows = launch.results[1].shape
-        specs += [
-            pl.BlockSpec((count, None, rows, width), lambda r, k: (0, k, 0, 0)),
-            *[pl.BlockSpec((count, None, rows), lambda r, k: (0, k, 0))] * 2,
+        columns += [part.work.first[tile], jnp.where(exists, part.work.count[tile], 0), row]
+        acc, *rest = part.results
+        count, _, rows = rest[0].shape
+        of_rest = pl.BlockSpec((count, None, rows), lambda r, k: (0, k, 0))
+        operands += [
+            (acc, pl.BlockSpec((count, None, rows, width), lambda r, k: (0, k, 0, 0))),
+            *((x, of_rest) for x in rest),
         ]
     table = jnp.stack(columns, axis=1)
     sinks = [] if p.sinks is None else [p.sinks]
@@ -348,29 +342,23 @@ def _combine(p: PagedProblem, launches: list[_Launch]):
         query, head = query_and_head(r, groups)
         return query, k * groups + head
 
-    o, *log_sum = common.call(
+    of_o = pl.BlockSpec((None, None, width), lambda r, k: (*token_and_head(r, k), 0))
+    of_statistic = pl.BlockSpec((None, 1), lambda r, k: token_and_head(r, k)[::-1])
+    o, *log_sum = launch(
         pallas_flash_paged_combine,
-        table,
-        *operands,
-        *sinks,
+        [
+            (table, pl.BlockSpec((None, table.shape[1]), lambda r, k: (r, 0))),
+            *operands,
+            *map(whole, sinks),
+        ],
+        [
+            ((*p.query.shape[:2], p.value_dim), p.dtype, of_o),
+            *[((p.num_heads, p.tokens), jnp.float32, of_statistic)] * spec.num_statistics,
+        ],
         spec=spec,
         tile=launches[0].tile,
         grid=(len(table), p.num_kv_heads),
-        in_specs=[
-            pl.BlockSpec((None, table.shape[1]), lambda r, k: (r, 0)),
-            *specs,
-            *map(common.whole_array, sinks),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, width), lambda r, k: (*token_and_head(r, k), 0)),
-            *[pl.BlockSpec((None, 1), lambda r, k: token_and_head(r, k)[::-1])]
-            * spec.num_statistics,
-        ],
-        out_shapes=[
-            ((*p.query.shape[:2], p.value_dim), p.dtype),
-            *[((p.num_heads, p.tokens), jnp.float32)] * spec.num_statistics,
-        ],
         groups=groups,
-        most=tuple(launch.most for launch in launches),
+        most=tuple(part.most for part in launches),
     )
     return o, spec.log_sum(log_sum)[0].lse.T

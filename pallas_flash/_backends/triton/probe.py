@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common
+from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole
+from pallas_flash._backends.triton.spec import KernelSpec, make_spec
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import Tile
 
 TILE = Tile(16, 32)
 
 
-def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool, reads: int):
+def pallas_flash_function(*refs, spec: KernelSpec, derivative: bool, reads: int):
     """Compute scores or their derivative, and the mask, of one tile in each form.
 
     Where there are `reads` of tables, it is the derivative in them.
@@ -51,17 +52,14 @@ def pallas_flash_function(*refs, spec: common.KernelSpec, derivative: bool, read
 
 def compute(problem: Problem, *, derivative: bool, reads: int = 0):
     """Call `pallas_flash_function` for the mask and the scores of a problem."""
-    spec, extras, _ = common.make_spec(problem, TILE, streamed="kv", interpret=False)
-    arrays = common.kernel_arrays(extras)
-    [out] = common.call(
+    spec, extras, _ = make_spec(problem, TILE, streamed="kv", interpret=False)
+    [out] = launch(
         pallas_flash_function,
-        *arrays,
+        [whole(x) for x in kernel_arrays(extras)],
+        [((1, 1), jnp.float32, pl.BlockSpec((1, 1), lambda *_: (0, 0)))],
         spec=spec,
         tile=TILE,
         grid=(1, 1),
-        in_specs=[common.whole_array(x) for x in arrays],
-        out_specs=[pl.BlockSpec((1, 1), lambda *_: (0, 0))],
-        out_shapes=[((1, 1), jnp.float32)],
         derivative=derivative,
         reads=reads,
     )

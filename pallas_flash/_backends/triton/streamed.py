@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common
+from pallas_flash._backends.triton import memory, visibility
+from pallas_flash._backends.triton.launch import kernel_arrays, whole
+from pallas_flash._backends.triton.spec import KernelSpec, softmax_shift
 from pallas_flash._problem.dropout import drop, shrunk
 from pallas_flash._problem.problem import Extras, Problem
 from pallas_flash._problem.tile_sizes import Tile
@@ -37,7 +39,7 @@ class Streamed(NamedTuple):
         scale: the scale of scores.
     """
 
-    spec: common.KernelSpec
+    spec: KernelSpec
     extras: Extras
     some: Any
     q: Any
@@ -48,7 +50,7 @@ class Streamed(NamedTuple):
     scale: Any
 
     @classmethod
-    def from_refs(cls, refs, spec: common.KernelSpec) -> tuple["Streamed", Any]:
+    def from_refs(cls, refs, spec: KernelSpec) -> tuple["Streamed", Any]:
         """Return the refs of `operands`, and the ref of the one output."""
         q, k, v, scale_ref, do, *refs = refs
         log_sum_refs, (delta_ref, *refs) = spec.log_sum(refs)
@@ -69,27 +71,27 @@ class Streamed(NamedTuple):
         mask, block_q, block_kv = extras.mask, spec.q.block, spec.kv.block
         groups = self.q.shape[2] // self.k.shape[2]
         q_pos, k_pos = in_tile(q_tile, block_q), in_tile(kv_tile, block_kv)
-        exist = common.valid_positions(spec.q, q_pos)
-        rows, keys = exist, common.valid_positions(spec.kv, k_pos)
+        exist = memory.valid_positions(spec.q, q_pos)
+        rows, keys = exist, memory.valid_positions(spec.kv, k_pos)
         if spec.mask_loads:
             rows, keys = (
-                common.queries_with_keys(mask, b, h, q_pos, k_pos, keys),
-                common.visible_keys(mask, b, h, q_pos, k_pos, rows),
+                visibility.queries_with_keys(mask, b, h, q_pos, k_pos, keys),
+                visibility.visible_keys(mask, b, h, q_pos, k_pos, rows),
             )
         at = b, h, q_pos[:, None], k_pos[None, :]
         q_span, kv_span = pl.ds(q_tile * block_q, block_q), pl.ds(kv_tile * block_kv, block_kv)
-        q = common.load(self.q.at[b, q_span, h, :], rows, spec.head_dim)
-        k = common.load(self.k.at[b, kv_span, h // groups, :], keys, spec.head_dim)
+        q = memory.load(self.q.at[b, q_span, h, :], rows, spec.head_dim)
+        k = memory.load(self.k.at[b, kv_span, h // groups, :], keys, spec.head_dim)
         s, c, pull = logits_vjp(extras, spec.dot_t(q, k), scale, *at)
-        do = common.load(self.do.at[b, q_span, h, :], rows, spec.value_dim)
-        v = common.load(self.v.at[b, kv_span, h // groups, :], keys, spec.value_dim)
+        do = memory.load(self.do.at[b, q_span, h, :], rows, spec.value_dim)
+        v = memory.load(self.v.at[b, kv_span, h // groups, :], keys, spec.value_dim)
         dp = spec.dot_t(do, v)
         dp = drop(spec.kept_in_tile(extras, b, h, q_tile, kv_tile), dp)
         log_sum, delta = jax.tree.map(
-            lambda ref: common.load_row(ref.at[b, h, q_span], exist)[:, None], self.rows
+            lambda ref: memory.load_row(ref.at[b, h, q_span], exist)[:, None], self.rows
         )
         delta = shrunk(extras.dropout, delta)
-        p = spec.probabilities(s, c, common.softmax_shift(extras, log_sum))
+        p = spec.probabilities(s, c, softmax_shift(extras, log_sum))
         ds = pull(p * (dp - delta))
         if spec.masked:
             ds = jnp.where(mask.allowed(*at), ds, 0.0)
@@ -114,17 +116,14 @@ def small_tile(dq: Tile) -> Tile:
 
 
 def operands(problem: Problem, do, log_sum, delta, extras: Extras, some):
-    """Return the operands of `Streamed`, and their specs."""
+    """Return the operands of `Streamed`."""
     p = problem
-    rows = (*jax.tree.leaves(log_sum), delta)
-    arrays = () if some is None else (some,)
-    arrays += tuple(common.kernel_arrays(extras))
+    rows = *jax.tree.leaves(log_sum), delta, *([] if some is None else [some])
 
     def wide(x):
-        return pl.BlockSpec((*x.shape[:3], common.padded(x.shape[3])), lambda *_: (0,) * 4)
+        return x, pl.BlockSpec((*x.shape[:3], memory.padded(x.shape[3])), lambda *_: (0,) * 4)
 
-    whole = map(common.whole_array, (*rows, *arrays))
-    return (p.query, p.key, p.value, p.scale[None], do, *rows, *arrays), [
-        *(wide(p.query), wide(p.key), wide(p.value), common.whole_array(p.scale[None]), wide(do)),
-        *whole,
+    return [
+        *(wide(p.query), wide(p.key), wide(p.value), whole(p.scale[None]), wide(do)),
+        *map(whole, (*rows, *kernel_arrays(extras))),
     ]

@@ -18,7 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash._backends.triton import common
+from pallas_flash._backends.triton import memory, visibility
+from pallas_flash._backends.triton.grid import QueryTiles
+from pallas_flash._backends.triton.launch import launch, load_tables, whole
+from pallas_flash._backends.triton.spec import KernelSpec, make_spec, softmax_shift
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import LogSum
@@ -35,28 +38,28 @@ def pallas_flash_tangents(
     v_dot_ref,
     scale_ref,
     *refs,
-    spec: common.KernelSpec,
+    spec: KernelSpec,
     here,
 ):
     """Compute one query tile of one head."""
     *refs, o_dot_ref, lse_dot_ref = refs
     log_sum_refs, tables = spec.log_sum(refs)
-    tiles, extras = common.load_tables(tables, spec, streamed=spec.kv)
+    tiles, extras = load_tables(tables, spec, streamed=spec.kv)
     mask, block_kv, scale = extras.mask, spec.kv.block, scale_ref[0]
     b, h, q_tile = here()
     rows = spec.rows(b, h, q_tile, q_ref)
-    q_dot = common.load(q_dot_ref, rows.valid, spec.head_dim)
-    log_sum = jax.tree.map(lambda ref: common.load_row(ref, rows.valid)[:, None], log_sum_refs)
-    shift = common.softmax_shift(extras, log_sum)
+    q_dot = memory.load(q_dot_ref, rows.valid, spec.head_dim)
+    log_sum = jax.tree.map(lambda ref: memory.load_row(ref, rows.valid)[:, None], log_sum_refs)
+    shift = softmax_shift(extras, log_sum)
 
     def step(kv_tile, masked, carry):
         acc, o, mass, mean = carry
         k_pos = in_tile(kv_tile, block_kv)
         at = rows.indices(k_pos)
-        keys = common.keys_to_load(spec, mask, rows, k_pos, masked)
+        keys = visibility.keys_to_load(spec, mask, rows, k_pos, masked)
         span = pl.ds(kv_tile * block_kv, block_kv)
-        k, k_dot = (common.load(x.at[span, :], keys, spec.head_dim) for x in (k_ref, k_dot_ref))
-        v, v_dot = (common.load(x.at[span, :], keys, spec.value_dim) for x in (v_ref, v_dot_ref))
+        k, k_dot = (memory.load(x.at[span, :], keys, spec.head_dim) for x in (k_ref, k_dot_ref))
+        v, v_dot = (memory.load(x.at[span, :], keys, spec.value_dim) for x in (v_ref, v_dot_ref))
         s, c, pull = spec.logits_vjp(extras, spec.dot_t(rows.q, k), scale, *at)
         # A score depends on one product alone: its derivative is the same in both modes.
         s_dot = pull(scale * (spec.dot_t(q_dot, k) + spec.dot_t(rows.q, k_dot)))
@@ -79,8 +82,8 @@ def pallas_flash_tangents(
     # Without a sink the mass is 1 but for the rounding of the LSE.
     lse_dot = mean if extras.sinks is None else mean * mass
     o_dot = rescaled(extras.dropout, acc + (mean - lse_dot)[:, None] * o)
-    common.store(o_dot_ref, o_dot, rows.valid, spec.value_dim)
-    common.store_row(lse_dot_ref, lse_dot, rows.valid)
+    memory.store(o_dot_ref, o_dot, rows.valid, spec.value_dim)
+    memory.store_row(lse_dot_ref, lse_dot, rows.valid)
 
 
 def small_tile(dq: Tile, width: int) -> Tile:
@@ -112,36 +115,26 @@ def tangents(problem: Problem, log_sum: LogSum, dots: tuple, dq: Tile, *, interp
     """
     p, tile = problem, small_tile(dq, problem.value_dim)
     q_dot, k_dot, v_dot = dots
-    spec, extras, table = common.make_spec(p, tile, streamed="kv", interpret=interpret)
-    layout = common.QueryTiles(p, spec, extras.mask)
-    tables, table_specs = layout.operands(extras, table)
-    o_dot, lse_dot = common.call(
+    spec, extras, table = make_spec(p, tile, streamed="kv", interpret=interpret)
+    layout = QueryTiles(p, spec, extras.mask)
+    statistic = layout.row_statistic()
+    o_dot, lse_dot = launch(
         pallas_flash_tangents,
-        p.query,
-        q_dot,
-        p.key,
-        k_dot,
-        p.value,
-        v_dot,
-        p.scale[None],
-        *jax.tree.leaves(log_sum),
-        *tables,
+        [
+            *((x, layout.rows(p.head_dim)) for x in (p.query, q_dot)),
+            *((x, layout.keys(p.head_dim)) for x in (p.key, k_dot)),
+            *((x, layout.keys(p.value_dim)) for x in (p.value, v_dot)),
+            whole(p.scale[None]),
+            *((x, statistic) for x in jax.tree.leaves(log_sum)),
+            *layout.operands(extras, table),
+        ],
+        [
+            ((*p.query.shape[:3], p.value_dim), p.dtype, layout.rows(p.value_dim)),
+            ((p.batch, p.num_heads, p.q_len), jnp.float32, statistic),
+        ],
         spec=spec,
         tile=tile,
         grid=layout.grid,
-        in_specs=[
-            *[layout.rows(p.head_dim)] * 2,
-            *[layout.keys(p.head_dim)] * 2,
-            *[layout.keys(p.value_dim)] * 2,
-            common.whole_array(p.scale[None]),
-            *[layout.row_statistic()] * spec.num_statistics,
-            *table_specs,
-        ],
-        out_specs=[layout.rows(p.value_dim), layout.row_statistic()],
-        out_shapes=[
-            ((*p.query.shape[:3], p.value_dim), p.dtype),
-            ((p.batch, p.num_heads, p.q_len), jnp.float32),
-        ],
         here=layout.here,
     )
     return o_dot, lse_dot

@@ -80,6 +80,7 @@ from pallas_flash._backends.mosaic.ptx.layouts import COLUMNS as COLUMNS
 from pallas_flash._backends.mosaic.ptx.layouts import GROUP as GROUP
 from pallas_flash._backends.mosaic.ptx.layouts import OF_GROUP as OF_GROUP
 from pallas_flash._backends.mosaic.ptx.layouts import ROW as ROW
+from pallas_flash._backends.mosaic.ptx.layouts import ROWS as ROWS
 from pallas_flash._backends.mosaic.ptx.layouts import TILED as TILED
 from pallas_flash._backends.mosaic.ptx.layouts import TILED_32 as TILED_32
 from pallas_flash._backends.mosaic.ptx.layouts import WGMMA as WGMMA
@@ -90,6 +91,7 @@ from pallas_flash._backends.mosaic.ptx.layouts import strips as strips
 from pallas_flash._backends.mosaic.ptx.layouts import tile_columns as tile_columns
 from pallas_flash._backends.mosaic.ptx.layouts import tiled as tiled
 from pallas_flash._backends.mosaic.ptx.memory import BITS as BITS
+from pallas_flash._backends.mosaic.ptx.memory import FREE_BARRIER as FREE_BARRIER
 from pallas_flash._backends.mosaic.ptx.memory import LOG_BITS as LOG_BITS
 from pallas_flash._backends.mosaic.ptx.memory import add_fragments as add_fragments
 from pallas_flash._backends.mosaic.ptx.memory import bits as bits

@@ -19,6 +19,7 @@ COLUMN = WGMMA.reduce(0)  # One number a column.
 ACC = compat.accumulator_layout()
 SPLAT = plgpu.Layout.WG_SPLAT
 COLUMNS = 64
+ROWS = 64  # Rows of a warpgroup's tile: the rows of one wgmma instruction.
 
 
 def tile_columns(width: int) -> int:

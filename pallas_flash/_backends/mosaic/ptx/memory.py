@@ -165,8 +165,11 @@ def unfold(x):
     return x.reshape(b, 64 * tiles, n, GROUP * count)
 
 
+FREE_BARRIER = 5  # The first of the named barriers, up to 15, that Pallas itself does not use.
+
+
 def meet(barrier: int, threads: int):
-    """Synchronise `threads` threads at a named barrier; Pallas itself uses barriers 0 to 4."""
+    """Synchronise `threads` threads at a named barrier."""
 
     @plgpu.inline_mgpu()
     def emit(_):
