@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from pallas_flash import balanced_order
+from pallas_flash.masks import balanced_order
 
 # Outermost axis first. The devices of a host are neighbours on the last axes, whose messages a
 # layer waits for.

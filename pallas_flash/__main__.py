@@ -1,22 +1,39 @@
-"""The command `python -m pallas_flash`: what a report of a bug should contain.
+"""The commands `python -m pallas_flash` and `python -m pallas_flash tune`.
 
-It prints versions, the device, which implementation computes an ordinary call and why the others do
-not, and the file of tuned tiles.
+The first prints what a report of a bug should contain: versions, the device, which implementation
+computes an ordinary call and why the others do not, and the file of tuned tiles.
 """
 
+import argparse
 import importlib.metadata
 import os
 import platform
+import sys
 
 import jax
 import jax.numpy as jnp
 
 import pallas_flash
+from pallas_flash._call import tune_command
 from pallas_flash._selection import tuned
 
 PACKAGES = "jax", "jaxlib", "flax", "optax", "jax-triton"
 # They decide what runs, or where results are kept.
 VARIABLES = "JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "PALLAS_FLASH_TUNED"
+
+
+def main() -> int:
+    """Run the command that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_flash",
+        description="Prints what a report of a bug should contain, or runs a command.",
+    )
+    tune_command.add_to(parser.add_subparsers(title="commands"))
+    args = parser.parse_args()
+    if hasattr(args, "run"):
+        return args.run(args)
+    print(report())
+    return 0
 
 
 def report() -> str:
@@ -68,4 +85,4 @@ def _tuned() -> str:
 
 
 if __name__ == "__main__":
-    print(report())
+    sys.exit(main())

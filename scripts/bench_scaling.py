@@ -169,7 +169,7 @@ def _draw(mesh: Mesh, tokens: int, problem, *, balanced: bool):
     def draw():
         order = jnp.arange(tokens, dtype=jnp.int32)
         if balanced:
-            order = pallas_flash.balanced_order(tokens, mesh.size)
+            order = pallas_flash.masks.balanced_order(tokens, mesh.size)
         heads, few = problem["heads"], problem["kv_heads"]
 
         def normal(seed, heads):

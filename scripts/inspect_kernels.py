@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a call does not compile."""
     options = _parser().parse_args(argv)
-    tile_sizes = _tile_sizes(options.tiles) if options.tiles else None
+    config = _tile_sizes(options.tiles) if options.tiles else None
     length = options.length - (RAGGED if "ragged" in options.masks else 0)
     if (options.queries or 1) > length:
         raise UserError(
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 group=group,
                 length=options.length,
                 queries=options.queries,
-                tile_sizes=tile_sizes,
+                config=config,
                 implementation=options.implementation,
                 reproducible=options.reproducible,
             )

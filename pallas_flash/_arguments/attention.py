@@ -31,7 +31,7 @@ from pallas_flash._problem.checks import (
 )
 from pallas_flash._problem.dropout import Dropout, seed_of
 from pallas_flash._problem.mask_objects import Call, fitted
-from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.masks import FAR, Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Positions, TokenPositions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import fitted_score_mod
@@ -46,7 +46,7 @@ NOT_OF_PROBLEM = (
     "return_lse",
     "return_max_logits",
     "implementation",
-    "tile_sizes",
+    "config",
     "reproducible",
     "context_parallelism",
 )
@@ -419,7 +419,7 @@ def dropout(rate, key, broadcast) -> Dropout | None:
 
 def dropout_mask_arguments(key, shape, rate) -> tuple[tuple[int, ...], Dropout | None]:
     """Return the shape and the dropout for the arguments of `pallas_flash.dropout_mask`."""
-    rate, seed = share_to_drop("rate", rate), _seed("key", key)
+    rate, seed = share_to_drop("dropout_rate", rate), _seed("dropout_key", key)
     if not isinstance(shape, (tuple, list)) or len(shape) != 4:
         raise TypeError(
             f"`shape` must be a tuple of four ints, [B, N, T, S]; got {describe(shape)}. Give each "
@@ -528,7 +528,7 @@ def window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
+def _segments(segment_ids, batch, q_len, kv_len) -> SegmentLeaf:
     if isinstance(segment_ids, (tuple, list)):
         if len(segment_ids) != 2:
             raise ValueError(
@@ -544,8 +544,8 @@ def _segments(segment_ids, batch, q_len, kv_len) -> Segments:
                 "`segment_ids` must be a (query, key_value) pair when T and S differ; got one "
                 f"array with T={q_len} and S={kv_len}. Pass ([B, T], [B, S])."
             )
-        return Segments(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
-    return Segments(
+        return SegmentLeaf(integers("segment_ids", segment_ids, (batch, q_len), "[B, T]"))
+    return SegmentLeaf(
         integers("segment_ids", query, (batch, q_len), "[B, T]"),
         integers("segment_ids", key_value, (batch, kv_len), "[B, S]"),
     )

@@ -15,8 +15,8 @@ _KEYWORDS = {
     "Use `mask` for bools, True where a query may see a key, or `bias` for numbers to add.": (
         "attn_mask attention_mask"
     ),
-    "Use `mask` with a `pallas_flash.BlockMask`.": "block_mask",
-    "Use `mask` with a `pallas_flash.Predicate`.": "mask_mod mask_fn",
+    "Use `mask` with a `pallas_flash.masks.BlockMask`.": "block_mask",
+    "Use `mask` with a `pallas_flash.masks.Predicate`.": "mask_mod mask_fn",
     "Use `scale`.": "softmax_scale sm_scale scaling",
     "Use `is_causal`, aligned at the first key; add `query_offset=S - T` to align the last ones.": (
         "causal use_causal_mask"
@@ -33,8 +33,8 @@ _KEYWORDS = {
     "Use `query_offset` for the lengths before and `key_value_seq_lengths` for those after.": (
         "cache_seqlens"
     ),
-    "Use `segment_ids`, from `pallas_flash.segment_ids_from_cu_seqlens`.": "cu_seqlens",
-    "Use `segment_ids` and positions, from `pallas_flash.arguments_from_cu_seqlens`.": (
+    "Use `segment_ids`, from `pallas_flash.masks.segment_ids_from_cu_seqlens`.": "cu_seqlens",
+    "Use `segment_ids` and positions, from `pallas_flash.masks.arguments_from_cu_seqlens`.": (
         "cu_seqlens_q cu_seqlens_k cu_seqlens_kv"
     ),
     "Use `segment_ids` with a pair (query, key_value).": (
@@ -50,7 +50,7 @@ _KEYWORDS = {
     ),
     "Use `return_lse`.": "return_attn_probs return_softmax_lse return_aux",
     "Use `return_lse`, or `return_residual` for jax.nn's.": "return_residuals",
-    "Use `tile_sizes`.": "block_sizes kernel_options config",
+    "Use `config`.": "block_sizes kernel_options",
     "Use `implementation`.": "backend impl",
     'Use `implementation="interpret"`.': "interpret",
     "Drop it: `key` and `value` may have fewer heads than `query`.": "enable_gqa",
@@ -76,7 +76,7 @@ METHODS = {
     "allgather": 'it is "gather"',
     "p2p": 'it is "ring"',
     "ring_attention": 'it is "ring"',
-    "zigzag": 'it is "ring", with tokens in `pallas_flash.balanced_order`',
+    "zigzag": 'it is "ring", with tokens in `pallas_flash.masks.balanced_order`',
 }
 
 

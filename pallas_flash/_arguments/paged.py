@@ -1,7 +1,8 @@
 """Turns the arguments of `paged_attention` into a `PagedProblem`, and checks arguments about pages.
 
-Shapes and dtypes are always checked. Numbers in `lengths`, `page_indices` and `cu_query_lengths`
-are checked where they are known; where they are traced, no number leads outside of an array.
+Shapes and dtypes are always checked. Numbers in `key_value_seq_lengths`, `page_indices` and
+`cu_seqlens_q` are checked where they are known; where they are traced, no number leads outside of
+an array.
 """
 
 from typing import Any
@@ -33,9 +34,9 @@ def validate(
     query,
     key_pages,
     value_pages,
-    lengths,
+    key_value_seq_lengths,
     page_indices,
-    cu_query_lengths,
+    cu_seqlens_q,
     *,
     key_scales,
     value_scales,
@@ -56,7 +57,7 @@ def validate(
     pages, scales = _pages(*given, query.dtype, "query")
     _check_known_sizes(query, *pages)
     left = None if local_window_size is None else window_sides(local_window_size)[0]
-    of_requests = lengths, page_indices, cu_query_lengths
+    of_requests = key_value_seq_lengths, page_indices, cu_seqlens_q
     query, requests = requests_of(*of_requests, "query", query, pages[0].shape, before=left)
     _, num_heads, head_dim = query.shape
     num_kv_heads = pages[0].shape[2]
@@ -95,9 +96,9 @@ def append_arguments(
     value_pages,
     key,
     value,
-    lengths,
+    key_value_seq_lengths,
     page_indices,
-    cu_query_lengths,
+    cu_seqlens_q,
     *,
     key_scales,
     value_scales,
@@ -113,7 +114,7 @@ def append_arguments(
         )
     new, requests = [], None
     for name, x, page in (("key", key, pages[0]), ("value", value, pages[1])):
-        of_requests = lengths, page_indices, cu_query_lengths
+        of_requests = key_value_seq_lengths, page_indices, cu_seqlens_q
         x, requests = requests_of(*of_requests, name, x, page.shape)
         if x.shape[1:] != page.shape[2:]:
             raise ValueError(
@@ -125,8 +126,8 @@ def append_arguments(
     return new, scales, requests
 
 
-def quantise_arguments(pages, dtype, per_head) -> tuple[jax.Array, Any]:
-    """Return the arguments of `quantize_pages`, checked."""
+def quantize_arguments(pages, dtype, per_head) -> tuple[jax.Array, Any]:
+    """Return the arguments of `paged.quantize`, checked."""
     pages, dtype = array("pages", pages), as_dtype("dtype", dtype)
     if dtype.name not in LARGEST:
         raise TypeError(
@@ -173,7 +174,7 @@ def _pages(
             raise TypeError(
                 f"`{name}` must have the dtype of `{named}`, {dtype}, or one of "
                 f"{', '.join(LARGEST)}; got {x.dtype}. Cast it with `.astype`, or see "
-                "`quantize_pages`."
+                "`paged.quantize`."
             )
     if key_pages.shape[:3] != value_pages.shape[:3]:
         raise ValueError(
@@ -193,7 +194,7 @@ def _page_scales(name: str, scales, pages):
     if (scales is not None) != quantised:
         raise ValueError(
             f"`{name}` must be given where pages are quantised, and only there; got "
-            f"{describe(scales)} for pages of {pages.dtype}. `quantize_pages` returns both."
+            f"{describe(scales)} for pages of {pages.dtype}. `paged.quantize` returns both."
         )
     if scales is None:
         return None
@@ -218,7 +219,7 @@ def _check_known_sizes(*arrays) -> None:
 def requests_of(
     lengths,
     page_indices,
-    cu_query_lengths,
+    cu_seqlens_q,
     name: str,
     x,
     pages_shape,
@@ -231,7 +232,7 @@ def requests_of(
     Args:
         lengths: the argument, as the next two.
         page_indices: which pages a request has.
-        cu_query_lengths: where its tokens begin, or None.
+        cu_seqlens_q: where its tokens begin, or None.
         name: the argument of the tokens.
         x: its value.
         pages_shape: the shape of the pages.
@@ -239,14 +240,14 @@ def requests_of(
         before: the keys before each new token whose pages are needed; None for all.
     """
     axes = rest.count(",") + 1
-    lengths, starts = array("lengths", lengths), cu_query_lengths
+    lengths, starts = array("key_value_seq_lengths", lengths), cu_seqlens_q
     count = lengths.shape[0] if lengths.ndim == 1 else 0
     if not count:
         raise ValueError(
-            f"`lengths` must have shape [R] with at least one request; got {lengths.shape}. Give "
-            "the number of keys of each request."
+            "`key_value_seq_lengths` must have shape [R] with at least one request; got "
+            f"{lengths.shape}. Give the number of keys of each request."
         )
-    lengths = integers("lengths", lengths, (count,), "[R]")
+    lengths = integers("key_value_seq_lengths", lengths, (count,), "[R]")
     table = array("page_indices", page_indices)
     width = table.shape[1] if table.ndim == 2 else 0
     shape, letters = (count, width), "[R, pages of a request]"
@@ -255,16 +256,16 @@ def requests_of(
         if x.ndim != 2 + axes or x.shape[0] != count:
             raise ValueError(
                 f"`{name}` must have shape [R, T, {rest}] for {count} requests; got "
-                f"{name}.shape={x.shape}. Give `cu_query_lengths` with tokens in one axis."
+                f"{name}.shape={x.shape}. Give `cu_seqlens_q` with tokens in one axis."
             )
         most = x.shape[1]
         x = whole(x, 1).reshape(count * most, *x.shape[2:])
     else:
         each = "request, and the end of the last one"
-        starts = integers("cu_query_lengths", starts, (count + 1,), "[R + 1]", each=each)
+        starts = integers("cu_seqlens_q", starts, (count + 1,), "[R + 1]", each=each)
         if x.ndim != 1 + axes:
             raise ValueError(
-                f"`{name}` must have shape [tokens, {rest}] with `cu_query_lengths`; got "
+                f"`{name}` must have shape [tokens, {rest}] with `cu_seqlens_q`; got "
                 f"{name}.shape={x.shape}. Put the tokens of all requests into one axis."
             )
         most = x.shape[0]
@@ -276,10 +277,10 @@ def requests_of(
 
 def _check_numbers(r: Requests, before: int | None) -> None:
     """Check the numbers that are known."""
-    lengths, table, starts = (_known(x) for x in (r.lengths, r.page_indices, r.cu_query_lengths))
+    lengths, table, starts = (_known(x) for x in (r.lengths, r.page_indices, r.cu_seqlens_q))
     if starts is not None and (np.diff(starts, prepend=0, append=r.tokens) < 0).any():
         raise ValueError(
-            f"`cu_query_lengths` must not decrease, and must be from 0 to {r.tokens}, the number "
+            f"`cu_seqlens_q` must not decrease, and must be from 0 to {r.tokens}, the number "
             f"of tokens; got {starts[:8].tolist()}. Give the first token of each request, and the "
             "end of the last one."
         )
@@ -287,18 +288,18 @@ def _check_numbers(r: Requests, before: int | None) -> None:
         return
     if (outside := (lengths < 0) | (lengths > r.room)).any():
         raise ValueError(
-            f"`lengths` must be from 0 to the room of a request's pages, {r.room}; got "
-            f"{lengths[outside][0]}. Give `page_indices` more columns, one for each page of the "
-            "longest request."
+            f"`key_value_seq_lengths` must be from 0 to the room of a request's pages, {r.room}; "
+            f"got {lengths[outside][0]}. Give `page_indices` more columns, one for each page of "
+            "the longest request."
         )
-    if starts is None and r.cu_query_lengths is not None:
+    if starts is None and r.cu_seqlens_q is not None:
         return
     new = np.full_like(lengths, r.max_tokens) if starts is None else np.diff(starts)
     if (short := (lengths > 0) & (lengths < new)).any():
         raise ValueError(
-            "`lengths` must count the new tokens of a request, too, or be 0 where there is no "
-            f"request; got {lengths[short][0]} for {new[short][0]} new tokens. Give the number of "
-            "keys after they are appended."
+            "`key_value_seq_lengths` must count the new tokens of a request, too, or be 0 where "
+            f"there is no request; got {lengths[short][0]} for {new[short][0]} new tokens. Give "
+            "the number of keys after they are appended."
         )
     if table is None:
         return

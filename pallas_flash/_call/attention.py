@@ -24,8 +24,7 @@ from pallas_flash._execution import context, partition
 from pallas_flash._execution.plan import Plan
 from pallas_flash._problem import configurations
 from pallas_flash._problem.configurations import Configuration
-from pallas_flash._problem.mask_objects import Joinable
-from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import ScoreMod
 from pallas_flash._selection import resolve
@@ -33,7 +32,6 @@ from pallas_flash._selection.resolve import Explanation, Request
 
 Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 ContextParallelism = Literal["ring", "gather", "heads"]
-AnyMask = Joinable | Mask
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -83,7 +81,7 @@ class Options(TypedDict, total=False):
     broadcast_dropout: bool
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None
     implementation: Implementation | None
-    tile_sizes: Configuration | None
+    config: Configuration | None
     reproducible: bool | None
     sequence_axis: str | tuple[str, ...] | None
     context_parallelism: ContextParallelism | None
@@ -95,7 +93,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: Literal[False] = False,
     return_lse: Literal[False] = False,
@@ -108,7 +106,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: Literal[True],
     return_lse: Literal[False] = False,
@@ -121,7 +119,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: Literal[False] = False,
     return_lse: Literal[True],
@@ -135,7 +133,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: bool = False,
     return_lse: bool = False,
@@ -149,7 +147,7 @@ def attention(
     key: Array,
     value: Array,
     bias: Array | None = None,
-    mask: Array | AnyMask | None = None,
+    mask: Array | MaskObject | None = None,
     *,
     return_residual: bool = False,
     return_lse: bool = False,
@@ -162,7 +160,7 @@ def attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | AnyMask | None = None,
+    mask: Bool[Array, "..."] | MaskObject | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
@@ -187,7 +185,7 @@ def attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     implementation: Implementation | None = None,
-    tile_sizes: Configuration | None = None,
+    config: Configuration | None = None,
     reproducible: bool | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
@@ -214,10 +212,11 @@ def attention(
 
     Args: Masks
         mask: True where a query may see a key; at most 4 axes, broadcastable to [B, N, T, S] and
-            never expanded to it. Kernels skip tiles without a True. Or a mask object: a
-            `BlockMask`, `BlockCausal`, `Chunked`, `Dilated`, `Neighborhood`, `Predicate`,
-            `PrefixLM`, `Segments`, `SharedPrefix` or `Tree`, or several, and boolean arrays, joined
-            by `&`, `|` and `~`. The arguments below stay joined by "and": `~` shows no padding.
+            never expanded to it. Kernels skip tiles without a True. Or an object of
+            `pallas_flash.masks`: a `BlockMask`, `BlockCausal`, `Chunked`, `Dilated`,
+            `Neighborhood`, `Predicate`, `PrefixLM`, `Segments`, `SharedPrefix` or `Tree`, or
+            several, and boolean arrays, joined by `&`, `|` and `~`. The arguments below stay joined
+            by "and": `~` shows no padding.
         is_causal: query t sees keys up to its own position t + query_offset. For T = 3 and S = 5:
 
                 query_offset=0      query_offset=2 (= S - T)
@@ -226,18 +225,20 @@ def attention(
                 1 1 1 0 0           1 1 1 1 1
 
         local_window_size: (left, right), or an int for both: a query at position i sees keys i -
-            left .. i + right, both ends included; None on one side is unbounded.
+            left .. i + right, both ends included; None on one side is unbounded. The last W keys
+            are (W - 1, 0).
         query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
         key_value_seq_lengths: int32 [B]; keys past these lengths are hidden, and have no effect on
             any result.
         segment_ids: int32 [B, T], or a pair for queries and keys; a token sees the tokens with its
-            own id. Kernels skip tiles without a common id.
+            own id. Kernels skip tiles without a common id. `masks.segment_ids_from_cu_seqlens`
+            makes a row of them from the ends of packed sequences.
         query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
         query_positions: int32 [B, T] or [1, T], the position of each query, -2^30 .. 2^30 - 1,
             where tokens are not in the order of their positions. All that `query_offset` moves
             goes by them. All else goes by places in the arrays: `bias`, boolean masks, lengths,
-            dropout, and the indices that functions get. See `balanced_order`.
+            dropout, and the indices that functions get. See `masks.balanced_order`.
         key_value_positions: int32 [B, S] or [1, S], the position of each key; None is 0, 1, 2, ...
             Pass the same array for both where queries and keys are the same tokens.
 
@@ -288,10 +289,11 @@ def attention(
             GPUs, "interpret" the latter in Pallas's interpreter (any device, slow), "xla" the same
             algorithm in plain JAX, "reference" the dense definition. One that is given is used or
             raises. None lets auto-selection pick the fastest. See `explain`.
-        tile_sizes: a `tuning.Triton` or a `tuning.Mosaic`, sizes of the kernels' tiles. A tile that
-            is None is what `tune` found on this GPU, or else from a table. With `implementation`,
-            it is a configuration of that one. Without, its backend computes the passes for which it
-            has a tile if it serves the call, and else it has no effect: `explain` says which.
+        config: a `tuning.Triton` or a `tuning.Mosaic`, the tiles of the kernels. A tile that is
+            None is what `tuning.tune` found on this GPU, or else from a table. With
+            `implementation`, it is a configuration of that one. Without, its backend computes the
+            passes for which it has a tile if it serves the call, and else it has no effect:
+            `explain` says which.
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
             divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
             device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for
@@ -347,7 +349,7 @@ def attention(
         return_max_logits=return_max_logits,
         sequence_axis=sequence_axis,
     )
-    sizes = configurations.sizes_of(tile_sizes, implementation)
+    sizes = configurations.sizes_of(config, implementation)
     plan = resolve.resolve(problem, Request(implementation, sizes, reproducible))
     resolve.warn_of_fallback(plan, implementation)
     along = parse_sequence_axis(sequence_axis)
@@ -424,7 +426,7 @@ def problem_of(call: dict[str, Any]) -> Problem:
     """Return the checked problem of all arguments of a call of `attention`, by name."""
     choices = "return_residual", "return_lse", "reproducible", "context_parallelism"
     check_choices(*(call[x] for x in choices))
-    others = {*choices, "implementation", "tile_sizes"}
+    others = {*choices, "implementation", "config"}
     return validate(**{x: call[x] for x in call if x not in others})
 
 
@@ -432,7 +434,7 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
     """Explain a call of arrays; `query` and `key` are those that were given."""
     problem = problem_of(call)
     asked, reproducible = call["implementation"], call["reproducible"]
-    given = configurations.sizes_of(call["tile_sizes"], asked)
+    given = configurations.sizes_of(call["config"], asked)
     request = Request(asked, given, reproducible)
     plan = resolve.resolve(problem, request)
     method, along = None, parse_sequence_axis(call["sequence_axis"])
@@ -453,14 +455,14 @@ def _explain(call: dict[str, Any], query, key) -> Explanation:
 
 
 def dropout_mask(
-    key: Array, shape: tuple[int, int, int, int], rate: float
+    dropout_key: Array, shape: tuple[int, int, int, int], dropout_rate: float
 ) -> Bool[Array, "B N T S"]:
     """Return which probabilities `attention` keeps with this dropout key and rate.
 
     Args:
-        key: a `jax.random` key.
-        shape: [B, N, T, S].
-        rate: the share that is dropped, in [0, 1), rounded to a multiple of 2^-16 as in
+        dropout_key: a `jax.random` key.
+        shape: (B, N, T, S); with `broadcast_dropout` (1, 1, T, S).
+        dropout_rate: the share that is dropped, in [0, 1), rounded to a multiple of 2^-16 as in
             `attention`.
 
     Returns:
@@ -473,7 +475,7 @@ def dropout_mask(
         >>> bool(abs(mask.mean() - 0.75) < 0.02)
         True
     """
-    sizes, dropout = dropout_mask_arguments(key, shape, rate)
+    sizes, dropout = dropout_mask_arguments(dropout_key, shape, dropout_rate)
     if dropout is None:
         return jnp.ones(sizes, bool)
     return dropout.kept_of(sizes)

@@ -1,4 +1,6 @@
-"""`merge`: attention over two sets of keys, from one call for each."""
+"""`merge`: attention over several sets of keys, from one call for each."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,39 +8,35 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_flash._jax.one_device import divided_alike
-from pallas_flash._problem.checks import array
-from pallas_flash._problem.scores import LogSum
+from pallas_flash._problem.checks import array, describe
 
 
 def merge(
-    o: Float[Array, "*B T N V"],
-    lse: Float[Array, "*B T N"],
-    o2: Float[Array, "*B T N V"],
-    lse2: Float[Array, "*B T N"],
+    *pairs: tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]],
 ) -> tuple[Array, Array]:
-    """Return the attention of queries over two sets of keys, from a call for each set.
+    """Return the attention of queries over several sets of keys, from a call for each set.
 
-        lse = log(exp(lse_1) + exp(lse_2))      o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
+        lse = log(sum_i exp(lse_i))      o = sum_i exp(lse_i - lse) o_i
 
-    Both calls have the same queries and `return_lse=True`, and no key is in both. Cascades use it:
-    one call for a prefix that all batch elements share, one for each element's own keys. All four
-    arguments have gradients. More than two sets merge one after the other, in any order.
+    All calls have the same queries and `return_lse=True`, and no key is in two of them. Cascades
+    use it: one call for a prefix that all batch elements share, one for each element's own keys.
+    Outputs and LSEs have gradients. The result is such a pair, too: sets may merge in any order,
+    at once or one after the other.
 
-    A row without a key in one call (LSE -inf) has the other call's results, and a row without any
-    key stays zero, with zero gradients. Pass `sinks` to one of the calls alone: they would count
-    twice.
+    A row without a key in one call (LSE -inf) has the results of the other calls, and a row without
+    any key stays zero, with zero gradients. Pass `sinks` to one of the calls alone: they would
+    count twice.
 
     Args:
-        o: [B, T, N, V] or [T, N, V], the output of one call.
-        lse: float32 [B, T, N] or [T, N], its LSE; float64 for outputs in float64.
-        o2: the output of the other call, as `o`.
-        lse2: its LSE, as `lse`.
+        *pairs: (output, LSE) of each call, as `attention` and `paged_attention` return them: the
+            output [B, T, N, V] or [T, N, V], and the LSE [B, T, N] or [T, N], in float32 (float64
+            for outputs in float64).
 
     Returns:
         The output and the LSE over all keys, as one call with `return_lse=True` gives them.
 
     Raises:
-        TypeError: an argument is not an array, or has another dtype.
+        TypeError: a pair is no pair of arrays, or one has another dtype.
         ValueError: shapes differ.
 
     Example:
@@ -48,57 +46,85 @@ def merge(
         ...     pallas_flash.attention(q, k[:, x], v[:, x], return_lse=True)
         ...     for x in (slice(0, 5), slice(5, 16))
         ... )
-        >>> o, lse = pallas_flash.merge(*first, *rest)
+        >>> o, lse = pallas_flash.merge(first, rest)
         >>> bool(jnp.allclose(o, pallas_flash.attention(q, k, v), atol=1e-5))
         True
     """
-    named = {
-        name: array(name, x) for name, x in (("o", o), ("lse", lse), ("o2", o2), ("lse2", lse2))
-    }
-    first = named["o"]
+    outputs, lses = zip(*_checked(pairs), strict=True)
+    first = outputs[0]
+    outputs, lses = ([divided_alike(x, first) for x in xs] for xs in (outputs, lses))
+    total, shares = _joined(lses)
+    weighted = (
+        share[..., None] * o.astype(total.dtype) for share, o in zip(shares, outputs, strict=True)
+    )
+    return functools.reduce(jnp.add, weighted).astype(first.dtype), total
+
+
+def _checked(pairs) -> list[list[jax.Array]]:
+    """Return outputs and LSEs as arrays; raise unless they are of calls with the same queries."""
+    if not pairs:
+        raise TypeError(
+            "`pairs` must be (output, LSE) of one call or more; got none. Write "
+            "`merge(*[attention(..., return_lse=True), ...])`."
+        )
+    checked = []
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"`pairs[{i}]` must be a pair (output, LSE); got {describe(pair)}. Pass what a "
+                "call with `return_lse=True` returns, without `*` before it."
+            )
+        checked.append([array(f"pairs[{i}][{j}]", x) for j, x in enumerate(pair)])
+    first = checked[0][0]
     if first.ndim not in (3, 4) or not jnp.issubdtype(first.dtype, jnp.floating):
         raise ValueError(
-            "`o` must be an output [B, T, N, V] or [T, N, V] of `attention`; got "
+            "`pairs[0][0]` must be an output [B, T, N, V] or [T, N, V] of `attention`; got "
             f"{first.dtype} of shape {first.shape}. Pass the first of what `return_lse=True` gives."
         )
-    wide = np.promote_types(first.dtype, np.float32)
-    for name, x in named.items():
-        of_row = name.startswith("lse")
-        shape, dtype = (first.shape[:-1], wide) if of_row else (first.shape, first.dtype)
+
+    def same(name, x, shape, dtype, advice):
         if x.shape != shape:
             raise ValueError(
-                f"`{name}` must have shape {shape}, for `o` of shape {first.shape}; got {x.shape}. "
-                "Give both calls the same queries, and reshape the results to one layout."
+                f"`{name}` must have shape {shape}, for a first output of shape {first.shape}; got "
+                f"{x.shape}. Give all calls the same queries, and reshape the results to one "
+                "layout."
             )
         if x.dtype != dtype:
             raise TypeError(
-                f"`{name}` must be {dtype} for `o` in {first.dtype}; got {x.dtype}. "
-                + ("Use `return_lse`, not `return_residual`." * of_row or "Cast it to one dtype.")
+                f"`{name}` must be {dtype} for a first output in {first.dtype}; got {x.dtype}. "
+                f"{advice}"
             )
-    o, lse, o2, lse2 = (divided_alike(x, first) for x in named.values())
-    total, share, share2 = _joined(lse, lse2)
-    o = share[..., None] * o.astype(wide) + share2[..., None] * o2.astype(wide)
-    return o.astype(first.dtype), total
+
+    wide = np.promote_types(first.dtype, np.float32)
+    for i, (o, lse) in enumerate(checked):
+        same(f"pairs[{i}][0]", o, first.shape, first.dtype, "Cast it to one dtype.")
+        advice = "Use `return_lse`, not `return_residual`."
+        same(f"pairs[{i}][1]", lse, first.shape[:-1], wide, advice)
+    return checked
 
 
 @jax.custom_jvp
-def _joined(lse, lse2):
-    """Return the LSE of both, and each one's share of the sum of weights."""
-    rows = (
-        LogSum(jnp.where(x > -jnp.inf, x, 0), jnp.where(x > -jnp.inf, 0.0, x)) for x in (lse, lse2)
-    )
-    total, share, share2 = LogSum.joined(*rows)
-    return total.lse, share, share2
+def _joined(lses):
+    """Return the LSE of all, and each one's share of the sum of weights."""
+    top = functools.reduce(jnp.maximum, lses)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp(x - top) for x in lses]
+    total = functools.reduce(jnp.add, weights)
+    has_keys = total > 0
+    total = jnp.where(has_keys, total, 1)
+    lse = jnp.where(has_keys, top + jnp.log(total), -jnp.inf)
+    return lse, [weight / total for weight in weights]
 
 
 @_joined.defjvp
 def _joined_jvp(primals, tangents):
     """Differentiate `_joined`; JAX's own rules would give NaN in rows without a key.
 
-    d lse = share_1 dlse_1 + share_2 dlse_2      d share_i = share_i (dlse_i - d lse)
+    d lse = sum_i share_i dlse_i      d share_i = share_i (dlse_i - d lse)
     """
-    results = _joined(*primals)
-    _, *shares = results
-    moved = [jnp.where(x > -jnp.inf, dx, 0) for x, dx in zip(primals, tangents, strict=True)]
-    total = shares[0] * moved[0] + shares[1] * moved[1]
-    return results, (total, *(p * (dx - total) for p, dx in zip(shares, moved, strict=True)))
+    ((lses,), (moved,)) = primals, tangents
+    results = _joined(lses)
+    _, shares = results
+    moved = [jnp.where(x > -jnp.inf, dx, 0) for x, dx in zip(lses, moved, strict=True)]
+    total = functools.reduce(jnp.add, (p * dx for p, dx in zip(shares, moved, strict=True)))
+    return results, (total, [p * (dx - total) for p, dx in zip(shares, moved, strict=True)])

@@ -36,7 +36,7 @@ def balanced_order(length: int, devices: int) -> jax.Array:
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> order = pallas_flash.balanced_order(8, 2)
+        >>> order = pallas_flash.masks.balanced_order(8, 2)
         >>> order
         Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
         >>> x = jnp.arange(8.0).reshape(1, 8, 1, 1)

@@ -33,7 +33,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 2, 5]), 7)
+        >>> pallas_flash.masks.segment_ids_from_cu_seqlens(jnp.array([0, 2, 5]), 7)
         Array([0, 0, 1, 1, 1, 2, 2], dtype=int32)
     """
     length = at_least(0, "length", length)
@@ -41,12 +41,12 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
 
 
 def arguments_from_cu_seqlens(
-    cu_seqlens_q, cu_seqlens_k, q_len: int, kv_len: int
+    cu_seqlens_q, cu_seqlens_kv, q_len: int, kv_len: int
 ) -> dict[str, Any]:
     """Return arguments of `attention` for packed queries and keys of other lengths each.
 
     Sequence n has the queries cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1, which see the keys
-    cu_seqlens_k[n] .. cu_seqlens_k[n + 1] - 1. With `is_causal` or a window, the last query of a
+    cu_seqlens_kv[n] .. cu_seqlens_kv[n + 1] - 1. With `is_causal` or a window, the last query of a
     sequence is at its last key, as in flash-attn's variable-length attention. For 2 queries of 3
     keys and 3 queries of 2 keys, with `is_causal=True`:
 
@@ -59,7 +59,7 @@ def arguments_from_cu_seqlens(
     Args:
         cu_seqlens_q: int32 [n + 1], the first query of each of n sequences, and the end of the last
             one. May be traced.
-        cu_seqlens_k: the same of keys.
+        cu_seqlens_kv: the same of keys.
         q_len: queries in the row. Queries past the last sequence see nothing.
         kv_len: keys in the row. No query sees keys past the last sequence.
 
@@ -73,17 +73,17 @@ def arguments_from_cu_seqlens(
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> of_q, of_k = jnp.array([0, 2, 5]), jnp.array([0, 3, 5])
-        >>> packed = pallas_flash.arguments_from_cu_seqlens(of_q, of_k, 5, 5)
+        >>> packed = pallas_flash.masks.arguments_from_cu_seqlens(of_q, of_k, 5, 5)
         >>> x = jnp.ones((5, 1, 8))
         >>> pallas_flash.attention(x, x, x, is_causal=True, **packed).shape
         (5, 1, 8)
     """
     q_len, kv_len = at_least(0, "q_len", q_len), at_least(0, "kv_len", kv_len)
     of_q = _ends("cu_seqlens_q", cu_seqlens_q, "q_len", q_len)
-    of_k = _ends("cu_seqlens_k", cu_seqlens_k, "kv_len", kv_len)
+    of_k = _ends("cu_seqlens_kv", cu_seqlens_kv, "kv_len", kv_len)
     if of_q.shape != of_k.shape:
         raise ValueError(
-            "`cu_seqlens_k` must have a sequence for each one of `cu_seqlens_q`; got "
+            "`cu_seqlens_kv` must have a sequence for each one of `cu_seqlens_q`; got "
             f"{of_k.shape[0] - 1} and {of_q.shape[0] - 1}. Repeat an end for a sequence without "
             "tokens."
         )

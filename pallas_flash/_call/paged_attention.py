@@ -23,9 +23,9 @@ def paged_attention(
     query: Float[Array, "tokens N H"] | Float[Array, "R T N H"],
     key_pages: Float[Array, "P page_size K H"],
     value_pages: Float[Array, "P page_size K V"],
-    lengths: Int32[Array, " R"],
+    key_value_seq_lengths: Int32[Array, " R"],
     page_indices: Int32[Array, "R pages"],
-    cu_query_lengths: Int32[Array, " R+1"] | None = None,
+    cu_seqlens_q: Int32[Array, " R+1"] | None = None,
     *,
     key_scales: Float[Array, "..."] | None = None,
     value_scales: Float[Array, "..."] | None = None,
@@ -40,7 +40,8 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Causal attention of the last tokens of requests to keys and values in pages of a cache.
 
-        query i of request r is at position p = lengths[r] - n_r + i, where n_r are its queries
+        query i of request r is at position p = key_value_seq_lengths[r] - n_r + i, where n_r are
+        its queries
         s_j = soft_cap(scale * q . k_j - slope * (p - j))     for keys j <= p inside of the window
         o   = sum_j softmax_j(s_j) v_j                        zero if there is no such key
 
@@ -51,16 +52,17 @@ def paged_attention(
     requests; N query heads are a multiple of K key heads.
 
     Args: Inputs
-        query: [R, T, N, H], T queries for each request, or [tokens, N, H] with `cu_query_lengths`;
+        query: [R, T, N, H], T queries for each request, or [tokens, N, H] with `cu_seqlens_q`;
             float16, bfloat16, float32 or float64. They are the last tokens of each request, and
-            their keys are in the pages (`append_to_pages`).
+            their keys are in the pages (`paged.append`).
         key_pages: [P, page_size, K, H], in the dtype of `query`, int8 or float8_e4m3fn.
         value_pages: [P, page_size, K, V], in one of these dtypes.
-        lengths: int32 [R], the keys of each request, its queries' keys included. 0 gives zeros.
+        key_value_seq_lengths: int32 [R], the keys of each request, its queries' keys included; 0
+            gives zeros.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
             tokens. Pages may have any order, and requests may share them. Where no query of this
             call sees a page, after the length or before the window, the number may be any.
-        cu_query_lengths: int32 [R + 1], the first query of each request, and the end of the last
+        cu_seqlens_q: int32 [R + 1], the first query of each request, and the end of the last
             one's. Tokens outside of it give zeros.
         key_scales: float32 [P, K, page_size] or [K]: quantised keys stand for key_pages * scale.
         value_scales: the same for values.
@@ -86,7 +88,7 @@ def paged_attention(
 
         Traced numbers are not checked, and no memory outside of the arrays is read: lengths beyond
         the pages count as the end of the pages, indices outside of the cache as its nearest page,
-        and `cu_query_lengths` as the nearest ones that do not decrease.
+        and `cu_seqlens_q` as the nearest ones that do not decrease.
 
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
@@ -108,9 +110,9 @@ def paged_attention(
         query,
         key_pages,
         value_pages,
-        lengths,
+        key_value_seq_lengths,
         page_indices,
-        cu_query_lengths,
+        cu_seqlens_q,
         key_scales=key_scales,
         value_scales=value_scales,
         scale=scale,

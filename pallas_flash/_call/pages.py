@@ -1,4 +1,4 @@
-"""`append_to_pages` and `quantize_pages`: what happens to the pages outside of attention.
+"""`paged.append` and `paged.quantize`: what happens to the pages outside of attention.
 
     quantised = x / scale, rounded to int8 or float8_e4m3fn      scale = max |x| / largest number
 
@@ -16,10 +16,10 @@ from pallas_flash._jax.one_device import divided_by_xla
 from pallas_flash._problem.paged import Requests
 
 
-def quantize_pages(
+def quantize(
     pages: Float[Array, "P page_size K H"], dtype, *, per_head: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantise keys or values of a cache, for `paged_attention` and `append_to_pages`.
+    """Quantise keys or values of a cache, for `paged_attention` and `paged.append`.
 
     Args:
         pages: the pages, or any keys or values [.., tokens, K, H] from which scales are taken.
@@ -39,11 +39,11 @@ def quantize_pages(
     Example:
         >>> import jax, jax.numpy as jnp, pallas_flash
         >>> pages = jax.random.normal(jax.random.key(0), (8, 16, 2, 64))
-        >>> numbers, scales = pallas_flash.quantize_pages(pages, jnp.int8)
+        >>> numbers, scales = pallas_flash.paged.quantize(pages, jnp.int8)
         >>> numbers.dtype.name, scales.shape
         ('int8', (8, 2, 16))
     """
-    pages, dtype = paged.quantise_arguments(pages, dtype, per_head)
+    pages, dtype = paged.quantize_arguments(pages, dtype, per_head)
     if per_head:
         axes = tuple(axis for axis in range(pages.ndim) if axis != pages.ndim - 2)
         scales = _scales(pages, dtype, axes)
@@ -52,14 +52,14 @@ def quantize_pages(
     return _quantised(pages, scales, dtype), jnp.swapaxes(scales, -1, -2)
 
 
-def append_to_pages(
+def append(
     key_pages: Float[Array, "P page_size K H"],
     value_pages: Float[Array, "P page_size K V"],
     key: Float[Array, "*B T K H"],
     value: Float[Array, "*B T K V"],
-    lengths: Int32[Array, " R"],
+    key_value_seq_lengths: Int32[Array, " R"],
     page_indices: Int32[Array, "R pages"],
-    cu_query_lengths: Int32[Array, " R+1"] | None = None,
+    cu_seqlens_q: Int32[Array, " R+1"] | None = None,
     *,
     key_scales: Float[Array, "..."] | None = None,
     value_scales: Float[Array, "..."] | None = None,
@@ -72,13 +72,13 @@ def append_to_pages(
     Args:
         key_pages: the pages of keys, of the dtype of `key`, int8 or float8_e4m3fn.
         value_pages: the pages of values.
-        key: the new keys: [tokens, K, H] with `cu_query_lengths`, or [B, T, K, H].
+        key: the new keys: [tokens, K, H] with `cu_seqlens_q`, or [B, T, K, H].
         value: the new values, of the shape of `key` but for the head dim V.
-        lengths: int32 [R], the keys of each request after the new tokens, which are its last ones;
-            0 for a request that is not there.
+        key_value_seq_lengths: int32 [R], the keys of each request after the new tokens, which are
+            its last ones; 0 for a request that is not there.
         page_indices: int32 [R, pages of a request], the pages of each request in the order of its
             tokens. Requests must not share the pages of their new tokens; the others are not used.
-        cu_query_lengths: int32 [R + 1], the first new token of each request, and the end of the
+        cu_seqlens_q: int32 [R + 1], the first new token of each request, and the end of the
             last one's.
         key_scales: float32 [P, K, page_size] or [K], the scales of quantised keys. Scales per token
             are computed and written here, too; scales per head are given, and larger numbers are
@@ -99,7 +99,7 @@ def append_to_pages(
         >>> pages = jnp.zeros((8, 16, 2, 64))
         >>> k, v = jax.random.normal(jax.random.key(0), (2, 3, 1, 2, 64))  # a token of 3 requests
         >>> lengths, page_indices = jnp.array([1, 1, 1]), jnp.array([[5], [0], [2]])
-        >>> keys, values = pallas_flash.append_to_pages(pages, pages, k, v, lengths, page_indices)
+        >>> keys, values = pallas_flash.paged.append(pages, pages, k, v, lengths, page_indices)
         >>> bool((keys[5, 0] == k[0, 0]).all())
         True
     """
@@ -108,9 +108,9 @@ def append_to_pages(
         value_pages,
         key,
         value,
-        lengths,
+        key_value_seq_lengths,
         page_indices,
-        cu_query_lengths,
+        cu_seqlens_q,
         key_scales=key_scales,
         value_scales=value_scales,
     )

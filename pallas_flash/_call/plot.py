@@ -11,8 +11,7 @@ from pallas_flash._arguments import attention
 from pallas_flash._jax.one_device import whole
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.checks import at_least
-from pallas_flash._problem.mask_objects import sizes_of
-from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.mask_objects import MaskObject, sizes_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +22,8 @@ PAIRS, PAIRS_IN_PARTIAL = ("#ffffff", "#808080"), ("#ffe8cc", "#ff9420")
 BLOCKS = ("#ffffff", "#00000000", "#3d7edb")
 
 
-def plot_mask(
-    mask: Bool[Array, "..."] | Mask | None = None,
+def plot(
+    mask: Bool[Array, "..."] | MaskObject | None = None,
     *,
     q_len: int | None = None,
     kv_len: int | None = None,
@@ -81,7 +80,7 @@ def plot_mask(
 
     Example:
         >>> import pallas_flash
-        >>> ax = pallas_flash.plot_mask(q_len=8, kv_len=8, is_causal=True, block_q=4, block_kv=4)
+        >>> ax = pallas_flash.masks.plot(q_len=8, kv_len=8, is_causal=True, block_q=4, block_kv=4)
         >>> int(ax.images[0].get_array().sum())
         36
     """
@@ -90,7 +89,7 @@ def plot_mask(
         from matplotlib.colors import ListedColormap
     except ImportError as error:
         raise ImportError(
-            "`plot_mask` must have matplotlib, and it cannot be imported. Install it: "
+            "`masks.plot` must have matplotlib, and it cannot be imported. Install it: "
             "`pip install matplotlib`."
         ) from error
 

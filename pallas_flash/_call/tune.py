@@ -66,9 +66,13 @@ ROUNDS, ITERATIONS, SLOW = 5, 5, 1.3
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate: its time in ms, or why it has none.
+    """One candidate: its time, or why it has none.
 
-    A whole pass, "forward" or "backward", has `TileSizes` for a tile.
+    Attributes:
+        kernel: the name of the kernel, or of a whole pass: "forward" or "backward".
+        tile: its tile; `TileSizes` for a whole pass.
+        ms: the time in ms; None if the candidate failed.
+        failure: why it failed, else None.
     """
 
     kernel: str
@@ -79,10 +83,10 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The result of `tune`; it prints as a table.
+    """The result of `tuning.tune`; it prints as a table.
 
     Attributes:
-        tile_sizes: the fastest tiles, of the fastest implementation for each pass; None for kernels
+        config: the fastest tiles, of the fastest implementation for each pass; None for kernels
             without a right candidate.
         trials: every candidate, kernel by kernel, the fastest first.
         tables: the package's own tiles for this call, by implementation.
@@ -90,7 +94,7 @@ class Tuning:
         file: the file that keeps the winner, None if none does.
     """
 
-    tile_sizes: TileSizes
+    config: TileSizes
     trials: tuple[Trial, ...]
     tables: Mapping[str, TileSizes]
     clock: str
@@ -101,7 +105,7 @@ class Tuning:
         for trial in self.trials:
             tile, kernel = trial.tile, trial.kernel
             result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
-            winners, tables = self.tile_sizes, self.tables.values()
+            winners, tables = self.config, self.tables.values()
             marks = "  table" * any(table.tile(kernel) == tile for table in tables)
             marks += "  winner" * (tile in (winners.tile(kernel), winners.select(_given(tile))))
             lines.append(f"{kernel:<8}{column(tile)}  {result}{marks}")
@@ -143,7 +147,7 @@ def tune(
     candidates and an estimate of the time go to stderr first, and then the progress.
 
     The winner serves later calls like this one, in this process and others, where they do not give
-    `tile_sizes`; `explain` says so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Calls
+    `config`; `explain` says so, and PALLAS_FLASH_TUNED=0 in the environment prevents it. Calls
     are alike on one model of GPU and one version of JAX, with the same head dims, dtype and kind of
     mask (none, causal, other), query heads that share keys or do not, and lengths with the same
     next power of two, both of one head and (up to 2^18) of all heads and batch elements together.
@@ -158,7 +162,7 @@ def tune(
         **options: the other arguments of `attention` that define the result: `is_causal` ...
 
     Returns:
-        A `Tuning`: the winning `tile_sizes`, and every candidate with its time or why it has none.
+        A `Tuning`: the winning `config`, and every candidate with its time or why it has none.
 
     Raises:
         NotImplementedError: this machine has no GPU for the kernels, or they do not serve the call.
@@ -171,7 +175,7 @@ def tune(
         On the GPU that is tuned for:
 
             q = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
-            print(pallas_flash.tune(q, q, q, is_causal=True))
+            print(pallas_flash.tuning.tune(q, q, q, is_causal=True))
     """
     if not passes or not set(passes) <= set(PASSES):
         raise ValueError(
@@ -191,13 +195,13 @@ def tune(
         tuned.check()  # Before minutes are spent.
     tuning = search(problem, passes, implementations)
     try:
-        if store and tuning.tile_sizes != TileSizes():
-            file = tuned.store(features_of(problem), gpu, tuning.tile_sizes)
+        if store and tuning.config != TileSizes():
+            file = tuned.store(features_of(problem), gpu, tuning.config)
             tuning = dataclasses.replace(tuning, file=file)
     except (OSError, ValueError) as error:  # The caller still gets the result of some minutes.
         warnings.warn(
-            f"pallas_flash.tune could not store its winner in {tuned.file()}, and it serves this "
-            f"process alone: {error}",
+            f"pallas_flash.tuning.tune could not store its winner in {tuned.file()}, and it serves "
+            f"this process alone: {error}",
             stacklevel=2,
         )
     return tuning
@@ -213,11 +217,15 @@ def _problem(inputs, options) -> Problem:
         for seed, x in enumerate(inputs)
     ]
     if any(isinstance(x, Tracer) for x in jax.tree.leaves([inputs, options])):
-        raise TypeError("`tune` must be given numbers; got a traced array. Call it outside `jit`.")
+        raise TypeError(
+            "`tuning.tune` must be given numbers; got a traced array. Call it outside `jit`."
+        )
     parameters = inspect.signature(attention.attention).parameters
     names = [x for x in parameters if x not in NOT_OF_PROBLEM][len(inputs) :]
     if unknown := sorted(set(options) - set(names)):
-        raise TypeError(f"`tune` must have options among {names}; got {unknown}. Drop these.")
+        raise TypeError(
+            f"`tuning.tune` must have options among {names}; got {unknown}. Drop these."
+        )
     return attention.problem_of(attention.bound(*inputs, **options))
 
 

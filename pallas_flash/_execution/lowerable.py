@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_flash._jax import compat
 from pallas_flash._problem import table_gradients
-from pallas_flash._problem.mask_objects import Predicate
+from pallas_flash._problem.mask_leaves import PredicateLeaf
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import Scores
@@ -55,7 +55,7 @@ class UserFunction(NamedTuple):
         x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
         mask, scores, arrays = Mask(), Scores(), None
         if self.role == "Predicate":
-            mask = Mask((Predicate(self.fn, self.operands),))
+            mask = Mask((PredicateLeaf(self.fn, self.operands),))
         else:
             scores, arrays = Scores(score_mod=self.fn), self.operands
         scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -84,9 +84,9 @@ def functions_of(problem: Problem) -> Iterator[UserFunction]:
     scores = problem.rest_of_scores
     if scores.score_mod is not None:
         yield UserFunction(scores.score_mod, _shapes(problem.score_operands), "score_mod")
-    # A `BlockMask` may hold predicates.
-    for x in jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, Predicate)):
-        if isinstance(x, Predicate):
+    # Blocks may hold predicates.
+    for x in jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, PredicateLeaf)):
+        if isinstance(x, PredicateLeaf):
             yield UserFunction(x.fn, _shapes(x.operands), "Predicate")
 
 

@@ -42,7 +42,7 @@ def backend(implementation: str) -> ModuleType:
 
     * `default(problem, features, kernels)` returns the tiles of a call, which fit on the GPU;
     * `check(kernel, tile, problem, features)` raises ValueError if a tile does not fit;
-    * `candidates(kernel, problem, choose)` returns the tiles that `tune` tries.
+    * `candidates(kernel, problem, choose)` returns the tiles that `tuning.tune` tries.
     """
     # Imported when needed, like the kernels.
     if implementation == "mosaic":

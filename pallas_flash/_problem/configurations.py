@@ -1,4 +1,4 @@
-"""The tiles of one backend, as a user writes them for `tile_sizes`."""
+"""The tiles of one backend, as a user writes them for `config`."""
 
 import dataclasses
 from typing import Any
@@ -43,7 +43,7 @@ class Triton:
         >>> from pallas_flash import tuning
         >>> x = jnp.ones((1, 32, 2, 16))
         >>> tiles = tuning.Triton(forward=tuning.Tile(16, 32))
-        >>> pallas_flash.attention(x, x, x, implementation="interpret", tile_sizes=tiles).shape
+        >>> pallas_flash.attention(x, x, x, implementation="interpret", config=tiles).shape
         (1, 32, 2, 16)
     """
 
@@ -114,18 +114,18 @@ def _sizes(configuration: Triton | Mosaic) -> TileSizes:
 
 
 def sizes_of(configuration: Any, implementation: Any) -> TileSizes | None:
-    """Return the tiles of the argument `tile_sizes`, checked against `implementation`."""
+    """Return the tiles of the argument `config`, checked against `implementation`."""
     if configuration is None:
         return None
     if not isinstance(configuration, Configuration):
         raise TypeError(
-            "`tile_sizes` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; "
+            "`config` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; "
             f"got {type(configuration).__name__} {configuration!r}. "
             "Write tuning.Triton(forward=tuning.Tile(128, 128, 8, 2))."
         )
     if implementation in ("xla", "reference"):
         raise ValueError(
-            f"`tile_sizes` must be None where no kernel takes them; got {configuration} with "
+            f"`config` must be None where no kernel takes them; got {configuration} with "
             f"implementation={implementation!r}. Drop one of the two."
         )
     if isinstance(configuration, TileSizes):
@@ -133,21 +133,21 @@ def sizes_of(configuration: Any, implementation: Any) -> TileSizes | None:
     wanted = OF.get(implementation) if isinstance(implementation, str) else None
     if wanted is not None and not isinstance(configuration, wanted):
         raise ValueError(
-            f"`tile_sizes` must be a pallas_flash.tuning.{wanted.__name__} with "
+            f"`config` must be a pallas_flash.tuning.{wanted.__name__} with "
             f"implementation={implementation!r}; got {configuration}. Drop one of the two."
         )
     return _sizes(configuration)
 
 
 def effect(sizes: TileSizes, forward_by: str, backward_by: str) -> list[str]:
-    """Return sentences on the effect of `tile_sizes` on a call without `implementation`."""
+    """Return sentences on the effect of `config` on a call without `implementation`."""
     sentences = {}
     for kernel in KERNELS:
         by, tile = forward_by if kernel in FORWARD else backward_by, sizes.tile(kernel)
         if tile is None:
             continue
-        asks = f'`tile_sizes` asks for "{backend_of(tile)}" where it serves the call.'
+        asks = f'`config` asks for "{backend_of(tile)}" where it serves the call.'
         sentences[asks] = None
         if backend_of(tile) != by:
-            sentences[f'`tile_sizes.{kernel}` has no effect: "{by}" computes that pass.'] = None
+            sentences[f'`config.{kernel}` has no effect: "{by}" computes that pass.'] = None
     return list(sentences)

@@ -1,7 +1,8 @@
-"""Masks that a user builds and passes as `mask`; boolean arrays are one of them.
+"""Masks that a user builds and passes as `mask`, and `&`, `|` and `~`, which join them.
 
-`&`, `|` and `~` join them, see _problem.masks. `fit` checks an object against a call and returns a
-leaf of the algebra. The other arguments of `attention` that restrict keys become further leaves.
+An object has what the user gave, and nothing else. `fitted` checks it against a call and returns
+leaves of the algebra of `_problem.masks`. The other arguments of `attention` that restrict keys
+become further leaves.
 """
 
 import abc
@@ -16,8 +17,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash._jax.one_device import divided_by_xla
-from pallas_flash._problem import masks
-from pallas_flash._problem.blocks import BlockClasses, BlockRange, Tiling, all_blocks
+from pallas_flash._problem.blocks import BlockClasses, Tiling
 from pallas_flash._problem.checks import (
     array,
     at_least,
@@ -29,6 +29,13 @@ from pallas_flash._problem.checks import (
     operands,
     uses,
 )
+from pallas_flash._problem.mask_leaves import (
+    BlockLeaf,
+    MaskArray,
+    PredicateLeaf,
+    PrefixLeaf,
+    classes_of_array,
+)
 from pallas_flash._problem.masks import (
     STATIC,
     Complement,
@@ -36,9 +43,7 @@ from pallas_flash._problem.masks import (
     Leaf,
     LeafKind,
     Mask,
-    NumberLeaf,
-    Scattered,
-    as_mask,
+    SegmentLeaf,
     leaf,
 )
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
@@ -88,156 +93,128 @@ class Call(NamedTuple):
         return Positions(q + offset, k)
 
 
-class Joinable(abc.ABC):
+class MaskObject(abc.ABC):
     """A mask that a user may build, with the operators `&`, `|` and `~`."""
 
     # Keeps NumPy from applying operators to each element of an array.
     __array_ufunc__ = None
 
-    def __and__(self, other) -> Mask:
-        return Joined((self,)) & other
+    def __and__(self, other) -> "MaskObject":
+        return AllOf((*_parts(AllOf, self), *_parts(AllOf, other)))
 
-    def __rand__(self, other) -> Mask:
-        return Joined((other,)) & self
+    def __rand__(self, other) -> "MaskObject":
+        return AllOf((other, *_parts(AllOf, self)))
 
-    def __or__(self, other) -> Mask:
-        return Joined((self,)) | other
+    def __or__(self, other) -> "MaskObject":
+        return AnyOf((*_parts(AnyOf, self), *_parts(AnyOf, other)))
 
-    def __ror__(self, other) -> Mask:
-        return Joined((other,)) | self
+    def __ror__(self, other) -> "MaskObject":
+        return AnyOf((other, *_parts(AnyOf, self)))
 
-    def __invert__(self) -> Mask:
-        return ~Joined((self,))
+    def __invert__(self) -> "MaskObject":
+        return Not(self)
 
     def __bool__(self):
-        raise _is_condition(type(self).__name__)
+        got = "a joined mask" if isinstance(self, (Joined, Not)) else type(self).__name__
+        raise TypeError(
+            f"`mask` must be joined by `&`, `|` and `~`; got {got} as a condition. Write `a & b`, "
+            "not `a and b`, of which Python keeps one."
+        )
 
     @abc.abstractmethod
-    def fit(self, call: Call) -> Leaf:
-        """Return the leaf that this mask is in a call; raise if it does not fit the call."""
+    def _fit(self, call: Call) -> tuple[Leaf, ...]:
+        """Return the leaves that this mask is in a call; raise if it does not fit the call."""
 
-    def sizes(self) -> tuple[int, ...]:
+    def _sizes(self) -> tuple[int, ...]:
         """Return B, N, T and S as far as its arrays have them; 1 elsewhere."""
         return 1, 1, 1, 1
 
-    def asks(self, axis: int) -> bool:
+    def _asks(self, axis: int) -> bool:
         """Whether a function of the mask uses the index of the batch element (0) or head (1)."""
         del axis
         return False
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Joined(Mask):
-    """The mask that operators make of arrays and mask objects, before a call fits these."""
+class Joined(MaskObject):
+    """Several masks, each an object or an array."""
 
-    def __bool__(self):
-        raise _is_condition("a joined mask")
+    parts: tuple[Any, ...]
+
+    def _sizes(self):
+        return tuple(map(max, zip(*map(sizes_of, self.parts), strict=True)))
+
+    def _asks(self, axis):
+        return any(_asks(part, axis) for part in self.parts)
 
 
-def _is_condition(got: str) -> TypeError:
-    return TypeError(
-        f"`mask` must be joined by `&`, `|` and `~`; got {got} as a condition. Write `a & b`, not "
-        "`a and b`, of which Python keeps one."
-    )
+@leaf
+class AllOf(Joined):
+    """The pairs that all masks allow."""
+
+    parts: tuple[Any, ...]
+
+    def _fit(self, call):
+        return tuple(leaf for part in self.parts for leaf in fitted(part, call))
+
+
+@leaf
+class AnyOf(Joined):
+    """The pairs that any of the masks allows."""
+
+    parts: tuple[Any, ...]
+
+    def _fit(self, call):
+        return (Either(tuple(Mask(fitted(part, call)) for part in self.parts)),)
+
+
+@leaf
+class Not(MaskObject):
+    """The pairs that a mask does not allow."""
+
+    part: Any
+
+    def __invert__(self):
+        return self.part
+
+    def _fit(self, call):
+        return (Complement(Mask(fitted(self.part, call))),)
+
+    def _sizes(self):
+        return sizes_of(self.part)
+
+    def _asks(self, axis):
+        return _asks(self.part, axis)
 
 
 def fitted(mask, call: Call) -> tuple[Leaf, ...]:
     """Return the leaves of the argument `mask`, checked against the call."""
-
-    def fit(x) -> Leaf:
-        match x:
-            case Either():
-                return Either(tuple(Mask(fitted(y, call)) for y in x.masks))
-            case Complement():
-                return Complement(Mask(fitted(x.mask, call)))
-        return _joinable(x).fit(call)
-
-    return tuple(map(fit, as_mask(mask).leaves))
-
-
-def members(mask) -> Iterator[Joinable]:
-    """Yield the objects and arrays that operators have joined to the argument `mask`."""
-    for x in as_mask(mask).leaves:
-        match x:
-            case Either():
-                for y in x.masks:
-                    yield from members(y)
-            case Complement():
-                yield from members(x.mask)
-            case _:
-                yield _joinable(x)
+    if isinstance(mask, MaskObject):
+        return mask._fit(call)
+    x = array("mask", mask)
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
+            "`mask.astype(bool)`, or numbers to add to the scores as `bias`."
+        )
+    return (MaskArray(Pairs(broadcastable("mask", x, call.pairs_shape))),)
 
 
 def sizes_of(mask) -> tuple[int, ...]:
     """Return B, N, T and S as far as the arrays of the argument `mask` have them; 1 elsewhere."""
-    return tuple(max(sizes) for sizes in zip(*(x.sizes() for x in members(mask)), strict=True))
+    return mask._sizes() if isinstance(mask, MaskObject) else _padded_shape(array("mask", mask))
 
 
-def _joinable(x) -> Joinable:
-    return x if isinstance(x, Joinable) else MaskArray(Pairs(array("mask", x)))
+def _parts(kind: type["Joined"], mask) -> tuple[Any, ...]:
+    """Return the masks that an operator has joined to `mask`."""
+    return mask.parts if isinstance(mask, kind) else (mask,)
 
 
-@leaf
-class MaskArray(Scattered, Joinable):
-    """A boolean (q, k) array: True where the query may see the key."""
-
-    kind = LeafKind.ARRAY
-    pairs: Pairs
-
-    def fit(self, call):
-        x = self.pairs.array
-        if x.dtype != jnp.bool_:
-            raise TypeError(
-                f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
-                "`mask.astype(bool)`, or numbers to add to the scores as `bias`."
-            )
-        return MaskArray(Pairs(broadcastable("mask", x, call.pairs_shape)))
-
-    def sizes(self):
-        return _padded_shape(self.pairs.array)
-
-    def allowed(self, b, h, q, k):
-        return self.pairs.read(b, h, q, k)
-
-    def block_classes(self, q_tiles, kv_tiles):
-        return _classes(self.pairs.array, q_tiles, kv_tiles)
-
-
-def _classes_impl(array, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
-    """Return the classes of an array's blocks; axes that broadcast stay 1."""
-    array = _not_folded(array)
-
-    def reduce(fill, reduction):
-        x = array
-        for axis, tiling in ((2, q_tiles), (3, kv_tiles)):
-            if array.shape[axis] != 1:
-                missing = tiling.count * tiling.block - tiling.length
-                pad = [(0, missing if a == axis else 0) for a in range(4)]
-                x = jnp.pad(x, pad, constant_values=fill)
-        tiles = [
-            (tiling.count, tiling.block) if n != 1 else (1, 1)
-            for n, tiling in zip(array.shape[2:], (q_tiles, kv_tiles), strict=True)
-        ]
-        x = x.reshape(*array.shape[:2], *tiles[0], *tiles[1])
-        return reduction(x, axis=(3, 5))
-
-    return BlockClasses(reduce(False, jnp.any), reduce(True, jnp.all))
-
-
-_classes = jax.jit(_classes_impl, static_argnums=(1, 2))
-
-
-def _not_folded(array):
-    """Return the array behind a barrier, so that XLA does not fold computations on a constant.
-
-    Folding takes seconds of compile time for an array of 1024 x 1024.
-    """
-    return lax.optimization_barrier(array)
+def _asks(mask, axis: int) -> bool:
+    return isinstance(mask, MaskObject) and mask._asks(axis)
 
 
 @leaf
-class Segments(masks.Segments, Joinable):
+class Segments(MaskObject):
     """The document mask of packed sequences: a query sees the keys that have its own id.
 
     The argument `segment_ids` of `attention` makes the same mask. This object can be passed to
@@ -249,9 +226,9 @@ class Segments(masks.Segments, Joinable):
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> ids = pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 5, 12, 16]), 16)
-        >>> documents = pallas_flash.Segments(ids[None])
-        >>> mask = pallas_flash.BlockMask.from_mask(documents, 16, 16, block_q=4, block_kv=4)
+        >>> ids = pallas_flash.masks.segment_ids_from_cu_seqlens(jnp.array([0, 5, 12, 16]), 16)
+        >>> documents = pallas_flash.masks.Segments(ids[None])
+        >>> mask = pallas_flash.masks.BlockMask.from_mask(documents, 16, 16, block_q=4, block_kv=4)
         >>> mask.some[0, 0].astype(int)
         Array([[1, 1, 0, 0],
                [1, 1, 1, 0],
@@ -259,27 +236,40 @@ class Segments(masks.Segments, Joinable):
                [0, 0, 0, 1]], dtype=int32)
     """
 
-    def fit(self, call, name="Segments"):
-        batch, _, q_len, kv_len = call.scores_shape
-        query = integers(f"{name}.query", self.query, (batch, q_len), "[B, T]")
-        if self.key_value is not None:
-            keys = integers(f"{name}.key_value", self.key_value, (batch, kv_len), "[B, S]")
-            return Segments(query, keys)
-        if q_len != kv_len:
-            raise ValueError(
-                f"`{name}.key_value` must be given where T and S differ; got None with T={q_len} "
-                f"and S={kv_len}. Pass the ids of the keys, [B, S]."
-            )
-        return Segments(query)
+    query: Any
+    key_value: Any = None
 
-    def sizes(self):
-        keys = self.query if self.key_value is None else self.key_value
-        (batch, q_len), (_, kv_len) = ((1, 1, *np.shape(x))[-2:] for x in (self.query, keys))
-        return batch, 1, q_len, kv_len
+    def _fit(self, call):
+        return (segment_leaf("Segments", self.query, self.key_value, call),)
+
+    def _sizes(self):
+        return segment_sizes(self.query, self.key_value)
+
+
+def segment_leaf(name: str, query, key_value, call: Call) -> SegmentLeaf:
+    """Return the leaf of the ids of queries and keys, two attributes of the mask object `name`."""
+    batch, _, q_len, kv_len = call.scores_shape
+    query = integers(f"{name}.query", query, (batch, q_len), "[B, T]")
+    if key_value is not None:
+        keys = integers(f"{name}.key_value", key_value, (batch, kv_len), "[B, S]")
+        return SegmentLeaf(query, keys)
+    if q_len != kv_len:
+        raise ValueError(
+            f"`{name}.key_value` must be given where T and S differ; got None with T={q_len} "
+            f"and S={kv_len}. Pass the ids of the keys, [B, S]."
+        )
+    return SegmentLeaf(query)
+
+
+def segment_sizes(query, key_value) -> tuple[int, ...]:
+    """Return B, N, T and S as far as ids of queries and keys have them; 1 elsewhere."""
+    keys = query if key_value is None else key_value
+    (batch, q_len), (_, kv_len) = ((1, 1, *np.shape(x))[-2:] for x in (query, keys))
+    return batch, 1, q_len, kv_len
 
 
 @leaf
-class PrefixLM(NumberLeaf, Joinable):
+class PrefixLM(MaskObject):
     """A query sees all keys of the prefix, and all keys up to its own position.
 
     For S = T = 5 and a prefix of 3:
@@ -295,18 +285,11 @@ class PrefixLM(NumberLeaf, Joinable):
 
     Attributes:
         prefix_lengths: int32 [B], the keys of each batch element's prefix.
-        offset: set by `attention`: the positions of query 0, int32 [B]; None if it is `shift`.
-        positions: set by `attention`: the positions of all tokens, if arrays hold them.
-        shift: set by `attention`: the position of query 0, where it is known.
     """
 
-    kind = LeafKind.PREFIX
     prefix_lengths: Any
-    offset: Any = None
-    positions: Positions | None = None
-    shift: int = dataclasses.field(default=0, metadata=STATIC)
 
-    def fit(self, call):
+    def _fit(self, call):
         if call.is_causal:
             raise ValueError(
                 "`is_causal` must be False with a PrefixLM `mask`; got True. Drop `is_causal`: it "
@@ -315,95 +298,14 @@ class PrefixLM(NumberLeaf, Joinable):
         lengths = integers(
             "PrefixLM.prefix_lengths", self.prefix_lengths, (call.scores_shape[0],), "[B]"
         )
-        return PrefixLM(lengths, call.at.offset, call.at.positions, call.at.shift)
+        return (PrefixLeaf(lengths, call.at.offset, call.at.positions, call.at.shift),)
 
-    def sizes(self):
+    def _sizes(self):
         return (*np.shape(self.prefix_lengths), 1)[0], 1, 1, 1
 
-    def allowed(self, b, h, q, k):
-        if self.positions is not None:
-            q, k = self.positions.query_positions(b, q), self.positions.key_positions(b, k)
-        offset = self.shift if self.offset is None else self.offset[b]
-        return (k <= q + offset) | (k < self.prefix_lengths[b])
-
-    @property
-    def numbers(self):
-        assert self.positions is not None
-        return self.positions.query, self.positions.keys
-
-    def compare(self, q, k):
-        prefix = self.prefix_lengths[:, None, None]
-        return (k.low <= q.high) | (k.low < prefix), (k.high <= q.low) | (k.high < prefix)
-
-    def restrict(self, part):
-        if self.positions is not None:
-            # Positions are absolute, and cut to the part already.
-            return self
-        shift, offset = part.offset(self.shift, self.offset)
-        return PrefixLM(part.kv.inside(self.prefix_lengths), offset, shift=shift)
-
-    def classes(self, q_tiles, kv_tiles):
-        if self.positions is not None:
-            return super().classes(q_tiles, kv_tiles)
-        return Leaf.classes(self, q_tiles, kv_tiles)
-
-    def kv_range(self, q_tiles, kv_tiles):
-        if self.positions is not None:
-            return super().kv_range(q_tiles, kv_tiles)
-        # Query i sees the keys below max(i + offset + 1, prefix).
-        offset, prefix = self._columns()
-        some = jnp.clip(jnp.maximum(q_tiles.last + offset + 1, prefix), 0, kv_tiles.length)
-        every = jnp.clip(jnp.maximum(q_tiles.first + offset + 1, prefix), 0, kv_tiles.length)
-        # The last tile is full where it ends with the keys; `ArrayLengths` handles its ragged end.
-        full = jnp.where(every == kv_tiles.length, kv_tiles.count, every // kv_tiles.block)
-        zero = jnp.zeros_like(some)
-        return BlockRange(zero, zero, full, -(-some // kv_tiles.block))
-
-    def q_range(self, q_tiles, kv_tiles):
-        if self.positions is not None:
-            return super().q_range(q_tiles, kv_tiles)
-        # Key j is visible to all queries if it is in the prefix, else from query j - offset on.
-        offset, prefix = self._columns()
-        some = jnp.where(kv_tiles.first < prefix, 0, kv_tiles.first - offset)
-        every = jnp.where(kv_tiles.last < prefix, 0, kv_tiles.last - offset)
-        start, full_start = (jnp.maximum(x, 0) for x in (some, every))
-        stop = jnp.full_like(start, q_tiles.count)
-        return BlockRange(start // q_tiles.block, -(-full_start // q_tiles.block), stop, stop)
-
-    @property
-    def exact_ranges(self) -> bool:
-        return self.positions is None
-
-    @property
-    def sees_diagonal(self):
-        if self.positions is not None:
-            return self.positions.key_value is None
-        return self.offset is None and self.shift >= 0
-
-    def _columns(self):
-        offset = self.shift if self.offset is None else self.offset[:, None]
-        return offset, self.prefix_lengths[:, None]
-
 
 @leaf
-class Numbers(masks.NumberBand, Joinable):
-    """The leaf of a mask that compares numbers of tokens, in a call."""
-
-    def fit(self, call):
-        batch, _, *lengths = call.scores_shape
-        for x, length in zip(self.numbers, lengths, strict=True):
-            if x.shape[1] != length or x.shape[0] not in (1, batch):
-                raise ValueError(
-                    "`BlockMask.mask` must hold a number for each token of the call; got an array "
-                    f"of shape {x.shape} for {length} tokens. Use `BlockMask.from_mask` for "
-                    "arrays of this shape, and pass the mask itself inside a `jax.shard_map` that "
-                    "divides the sequence."
-                )
-        return self
-
-
-@leaf
-class Predicate(Leaf, Joinable):
+class Predicate(MaskObject):
     """A mask by a function: True where the query may see the key.
 
     The function is traced into the kernels, which visit and mask every block. Wrap the predicate in
@@ -416,50 +318,35 @@ class Predicate(Leaf, Joinable):
             to the edge, a negative one to 0. An operand without axes is passed as its number.
             Define `fn` once: JAX compiles a program for each function object.
         operands: arrays.
-        origin: set by `attention`, as `Dropout.origin`.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> def same_colour(b, h, q_pos, k_pos, colour):
         ...     return colour[q_pos] == colour[k_pos]
         >>> x = jnp.ones((1, 4, 1, 16))
-        >>> mask = pallas_flash.Predicate(same_colour, (jnp.array([0, 1, 0, 1]),))
+        >>> mask = pallas_flash.masks.Predicate(same_colour, (jnp.array([0, 1, 0, 1]),))
         >>> pallas_flash.attention(x, x, x, mask=mask).shape
         (1, 4, 1, 16)
     """
 
-    kind = LeafKind.PREDICATE
     fn: Callable = dataclasses.field(metadata=STATIC)
     operands: tuple[Any, ...] = ()
-    origin: Any = None
 
-    def fit(self, call):
+    def _fit(self, call):
         arrays = operands("Predicate.operands", self.operands)
         function("Predicate.fn", self.fn, None, arrays)
-        return Predicate(self.fn, arrays)
+        return (PredicateLeaf(self.fn, arrays),)
 
-    def asks(self, axis: int) -> bool:
+    def _asks(self, axis: int) -> bool:
         index = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
         program = jax.make_jaxpr(lambda at, xs: self.fn(*at, *map(readable, xs)))(
             index, operands("Predicate.operands", self.operands)
         ).jaxpr
         return uses(program, axis)
 
-    def allowed(self, b, h, q, k):
-        if self.origin is not None:
-            b, h, q, k = (x + self.origin[i] for i, x in enumerate((b, h, q, k)))
-        # The function may return a Python bool.
-        return jnp.asarray(self.fn(b, h, q, k, *map(readable, self.operands)))
-
-    def kv_range(self, q_tiles, kv_tiles):
-        return all_blocks(q_tiles, kv_tiles, full=False)
-
-    def q_range(self, q_tiles, kv_tiles):
-        return all_blocks(kv_tiles, q_tiles, full=False)
-
 
 @leaf
-class BlockMask(Scattered, Joinable):
+class BlockMask(MaskObject):
     """Block-sparse attention: a bool for each block of queries and keys.
 
     Kernels visit only tiles that overlap a True block; sizes of tiles and blocks are independent.
@@ -476,11 +363,8 @@ class BlockMask(Scattered, Joinable):
             `from_mask`: it allows no pair outside of `some`, and every pair in `every`.
         q_len: T, if known.
         kv_len: S, if known.
-        first: set by `attention`: the index in the first block of the first query and of the first
-            key, int32 [2]; None if both are 0.
     """
 
-    kind = LeafKind.BLOCKS
     some: Any
     block_q: int = dataclasses.field(default=64, metadata=STATIC)
     block_kv: int = dataclasses.field(default=64, metadata=STATIC)
@@ -488,7 +372,6 @@ class BlockMask(Scattered, Joinable):
     mask: Any = None
     q_len: int | None = dataclasses.field(default=None, metadata=STATIC)
     kv_len: int | None = dataclasses.field(default=None, metadata=STATIC)
-    first: Any = None
 
     @classmethod
     def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int | None = None,
@@ -524,30 +407,30 @@ class BlockMask(Scattered, Joinable):
         )
         q, kv, own = Tiling(q_len, block_q), Tiling(kv_len, block_kv), list(sizes_of(mask)[:2])
         for axis, name in enumerate(("batch", "num_heads")):
-            asks = any(part.asks(axis) for part in members(mask))
-            if asks and given[name] is None and own[axis] == 1:
+            if _asks(mask, axis) and given[name] is None and own[axis] == 1:
                 raise ValueError(
                     f"`{name}` must be given for a Predicate that asks for its index; got None. "
                     "Pass the size in the calls that the mask is for."
                 )
             own[axis] = sizes[name] if sizes[name] > 1 else own[axis]
         own_batch, own_heads = own
-        call = Call((own_batch, own_heads, q_len, kv_len))
-        mask = Mask(fitted(mask, call))
+        leaves = Mask(fitted(mask, Call((own_batch, own_heads, q_len, kv_len))))
 
-        def tables(mask):
-            if [leaf.kind for leaf in mask.leaves] == [LeafKind.ARRAY]:
-                some, every = mask.block_classes(q, kv)
+        def tables(leaves):
+            if [leaf.kind for leaf in leaves.leaves] == [LeafKind.ARRAY]:
+                some, every = leaves.block_classes(q, kv)
             else:
-                some, every = _classes_by_rows(mask, own_batch, own_heads, q, kv)
+                some, every = _classes_by_rows(leaves, own_batch, own_heads, q, kv)
             shape = (*some.shape[:2], q.count, kv.count)
             return [jnp.broadcast_to(x, shape) for x in (some, every)]
 
-        some, every = divided_by_xla(tables, None, mask)
+        some, every = divided_by_xla(tables, None, leaves)
+        # NumPy arrays become the device's once, and not in each call.
+        mask = jax.tree.map(jnp.asarray, mask)
         return cls(some, block_q, block_kv, every, mask, q_len, kv_len)
 
-    def fit(self, call):
-        sizes = {
+    def _fit(self, call):
+        sizes: dict[str, Any] = {
             name: at_least(1, f"BlockMask.{name}", getattr(self, name))
             for name in ("block_q", "block_kv")
         }
@@ -566,7 +449,7 @@ class BlockMask(Scattered, Joinable):
             )
         tables = {"some": self._table("some", call)}
         if self.mask is None:
-            return dataclasses.replace(self, **tables, **sizes)
+            return (BlockLeaf(**tables, **sizes),)
         tables["every"] = self._table("every", call)
         mask = Mask(fitted(self.mask, call))
         by_position = {LeafKind.PREFIX: "PrefixLM", LeafKind.NUMBERS: "mask that goes by positions"}
@@ -579,7 +462,7 @@ class BlockMask(Scattered, Joinable):
                 f"with a BlockMask made from a {names[0]}, whose blocks were found without them; "
                 f"got {got}. Pass the {names[0]} itself as `mask`."
             )
-        return dataclasses.replace(self, **tables, **sizes, mask=mask)
+        return (BlockLeaf(**tables, **sizes, mask=mask),)
 
     def _table(self, name, call: Call):
         table = array(f"BlockMask.{name}", getattr(self, name))
@@ -599,62 +482,8 @@ class BlockMask(Scattered, Joinable):
             )
         return table
 
-    def sizes(self):
+    def _sizes(self):
         return *_padded_shape(self.some)[:2], self.q_len or 1, self.kv_len or 1
-
-    def allowed(self, b, h, q, k):
-        if self.mask is not None:
-            return self.mask.allowed(b, h, q, k)
-        b, h = (0 if n == 1 else i for n, i in zip(self.some.shape, (b, h), strict=False))
-        if self.first is not None:
-            q, k = q + self.first[0], k + self.first[1]
-        return self.some[b, h, q // self.block_q, k // self.block_kv]
-
-    def restrict(self, part):
-        sides = (part.q, self.block_q, 2), (part.kv, self.block_kv, 3)
-        first, tables = [], {"some": self.some, "every": self.every}
-        for side, block, axis in sides:
-            count = self.some.shape[axis]
-            if side.length % block:
-                # The part overlaps at most this many blocks, wherever it begins in one.
-                count = min(count, (side.length + block - 2) // block + 1)
-            else:
-                count = min(count, side.length // block)
-            start = jnp.minimum(side.first // block, self.some.shape[axis] - count)
-            first.append(side.first - start * block)
-            for name, table in tables.items():
-                if table is not None:
-                    tables[name] = lax.dynamic_slice_in_dim(table, start, count, axis)
-        whole = all(side.length % block == 0 for side, block, _ in sides)
-        return dataclasses.replace(
-            self,
-            **tables,
-            q_len=part.q.length,
-            kv_len=part.kv.length,
-            first=None if whole else jnp.stack(first).astype(jnp.int32),
-        )
-
-    def block_classes(self, q_tiles, kv_tiles):
-        def overlapped(tiles: Tiling, block: int, first):
-            """Return the first block that each tile overlaps, and the one after the last."""
-            return (tiles.first[0] + first) // block, (tiles.last[0] + first) // block + 1
-
-        first_q, first_k = (0, 0) if self.first is None else self.first
-        rows = overlapped(q_tiles, self.block_q, first_q)
-        columns = overlapped(kv_tiles, self.block_kv, first_k)
-
-        def count(table):
-            """Count the True blocks that each tile overlaps, by sums up to its corners."""
-            table = _not_folded(table).astype(jnp.int32)
-            total = jnp.cumsum(jnp.cumsum(table, axis=2), axis=3)
-            total = jnp.pad(total, ((0, 0), (0, 0), (1, 0), (1, 0)))
-            for axis, (start, stop) in ((2, rows), (3, columns)):
-                total = jnp.take(total, stop, axis) - jnp.take(total, start, axis)
-            return total
-
-        every = self.some if self.every is None else self.every
-        area = ((rows[1] - rows[0])[:, None] * (columns[1] - columns[0]))[None, None]
-        return BlockClasses(count(self.some) > 0, count(every) == area)
 
 
 # Compiled once for all calls outside of `jit`.
@@ -672,7 +501,7 @@ def _classes_by_rows(
         q_pos = jnp.minimum(queries, q_tiles.length - 1)
         ok = mask.allowed(b, h, q_pos[None, None, :, None], k)
         ok = jnp.broadcast_to(ok, (batch, num_heads, q_tiles.block, kv_tiles.length))
-        return _classes(ok, Tiling(q_tiles.block, q_tiles.block), kv_tiles)
+        return classes_of_array(ok, Tiling(q_tiles.block, q_tiles.block), kv_tiles)
 
     rows = lax.map(row, jnp.arange(q_tiles.count, dtype=jnp.int32))
     return BlockClasses(*(jnp.moveaxis(x[:, :, :, 0], 0, 2) for x in rows))

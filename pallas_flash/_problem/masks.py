@@ -1,7 +1,7 @@
 """The algebra of masks: which keys a query may see, written once for all passes.
 
-A `Mask` is a conjunction of leaves. `Either` and `Complement` are leaves made of masks, for the
-operators `|` and `~`. Each leaf has
+A `Mask` is a conjunction of leaves. `Either` and `Complement` are leaves made of masks, for a
+user's `|` and `~`. Each leaf has
 
 * the elementwise predicate `allowed(b, h, q, k)`: may query `q` of batch element `b` and query head
   `h` see key `k`? The arguments are integer index arrays that broadcast against each other. So the
@@ -301,7 +301,7 @@ class NumberLeaf(Leaf):
 
 
 @leaf
-class Segments(NumberLeaf):
+class SegmentLeaf(NumberLeaf):
     """Query q sees key k when their ids are equal: query int32 [B, T], key_value int32 [B, S].
 
     None for `key_value` means the ids of the queries: they are the same tokens.
@@ -448,29 +448,12 @@ class Complement(Scattered):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask(Divisible):
-    """The conjunction of `leaves`; without leaves every query sees every key.
+    """The conjunction of `leaves`; without leaves every query sees every key."""
 
-    Users join masks to a subclass, `_problem.mask_objects.Joined`.
-    """
+    leaves: tuple[Leaf, ...] = ()
 
-    leaves: tuple[Any, ...] = ()
-
-    # Keeps NumPy from applying operators to each element of an array.
-    __array_ufunc__ = None
-
-    def __and__(self, other: Any) -> "Mask":
-        return type(self)((*self.leaves, *as_mask(other).leaves))
-
-    def __or__(self, other: Any) -> "Mask":
-        return type(self)((Either((*_alternatives(self), *_alternatives(as_mask(other)))),))
-
-    def __invert__(self) -> "Mask":
-        match self.leaves:
-            case (Complement(mask),):
-                return mask
-        return type(self)((Complement(self),))
-
-    __rand__, __ror__ = __and__, __or__
+    def __and__(self, other: Leaf) -> "Mask":
+        return Mask((*self.leaves, other))
 
     def __bool__(self) -> bool:
         return bool(self.leaves)
@@ -586,19 +569,6 @@ class Mask(Divisible):
     def later_rows_see_more(self) -> bool:
         """Whether later queries see more keys, so that their tiles should start first."""
         return any(leaf.later_rows_see_more for leaf in self.leaves)
-
-
-def as_mask(x) -> Mask:
-    """Return `x`, or the mask of the one leaf `x`."""
-    return x if isinstance(x, Mask) else Mask((x,))
-
-
-def _alternatives(mask: Mask) -> tuple[Mask, ...]:
-    """Return the masks of which a pair needs one."""
-    match mask.leaves:
-        case (Either(masks),):
-            return masks
-    return (mask,)
 
 
 def _both(*conditions):

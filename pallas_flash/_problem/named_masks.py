@@ -16,13 +16,13 @@ from jax.core import Tracer
 
 from pallas_flash._jax.one_device import whole
 from pallas_flash._problem.checks import at_least, describe, integers
-from pallas_flash._problem.mask_objects import Joinable, Numbers, Segments
-from pallas_flash._problem.masks import FAR, STATIC, Either, Mask, leaf
+from pallas_flash._problem.mask_objects import MaskObject, segment_leaf, segment_sizes
+from pallas_flash._problem.masks import FAR, STATIC, Either, Mask, NumberBand, SegmentLeaf, leaf
 from pallas_flash._problem.operands import Positions
 
 
 @leaf
-class Chunked(Joinable):
+class Chunked(MaskObject):
     """A query sees the keys of its own chunk of `size` tokens, as in Llama 4 with `is_causal`.
 
     For S = T = 6 and a size of 3, alone and with `is_causal=True`:
@@ -43,20 +43,20 @@ class Chunked(Joinable):
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> x = jnp.ones((1, 16, 1, 8))
-        >>> o = pallas_flash.attention(x, x, x, is_causal=True, mask=pallas_flash.Chunked(4))
+        >>> o = pallas_flash.attention(x, x, x, is_causal=True, mask=pallas_flash.masks.Chunked(4))
         >>> o.shape
         (1, 16, 1, 8)
     """
 
     size: int = dataclasses.field(metadata=STATIC)
 
-    def fit(self, call):
+    def _fit(self, call):
         size = _tokens("Chunked.size", self.size)
-        return _band(call.positions(), lambda position: position // size, low=0)
+        return (_band(call.positions(), lambda position: position // size, low=0),)
 
 
 @leaf
-class BlockCausal(Joinable):
+class BlockCausal(MaskObject):
     """A query sees all keys of its own block of `size` tokens, and of all earlier blocks.
 
     Block diffusion and autoregressive models of images use it. For S = T = 6 and a size of 2:
@@ -77,24 +77,24 @@ class BlockCausal(Joinable):
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> x = jnp.ones((1, 16, 1, 8))
-        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.BlockCausal(4)).shape
+        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.masks.BlockCausal(4)).shape
         (1, 16, 1, 8)
     """
 
     size: int = dataclasses.field(metadata=STATIC)
 
-    def fit(self, call):
+    def _fit(self, call):
         if call.is_causal:
             raise ValueError(
                 "`is_causal` must be False with a BlockCausal `mask`; got True. Drop `is_causal`: "
                 "it would hide the later tokens of each block, and leave a causal mask."
             )
         size = _tokens("BlockCausal.size", self.size)
-        return _band(call.positions(), lambda position: position // size, low=None)
+        return (_band(call.positions(), lambda position: position // size, low=None),)
 
 
 @leaf
-class Dilated(Joinable):
+class Dilated(MaskObject):
     """A query sees the keys whose distance from it is a multiple of `stride`.
 
     Together with `local_window_size` this mask is the dilated window of Longformer. For S = T = 6
@@ -117,19 +117,19 @@ class Dilated(Joinable):
         >>> import jax.numpy as jnp, pallas_flash
         >>> x = jnp.ones((1, 16, 1, 8))
         >>> options = dict(is_causal=True, local_window_size=(6, None))
-        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.Dilated(2), **options).shape
+        >>> pallas_flash.attention(x, x, x, mask=pallas_flash.masks.Dilated(2), **options).shape
         (1, 16, 1, 8)
     """
 
     stride: int = dataclasses.field(metadata=STATIC)
 
-    def fit(self, call):
+    def _fit(self, call):
         stride = _tokens("Dilated.stride", self.stride)
-        return _band(call.positions(), lambda position: position % stride, low=0)
+        return (_band(call.positions(), lambda position: position % stride, low=0),)
 
 
 @leaf
-class SharedPrefix(Joinable):
+class SharedPrefix(MaskObject):
     """Several continuations of one prompt in a row: each sees the prompt and itself.
 
     The ids of tokens are 0 in the prompt and another number in each continuation. For the ids
@@ -151,9 +151,9 @@ class SharedPrefix(Joinable):
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> ids = pallas_flash.segment_ids_from_cu_seqlens(jnp.array([0, 6, 11, 16]), 16)
+        >>> ids = pallas_flash.masks.segment_ids_from_cu_seqlens(jnp.array([0, 6, 11, 16]), 16)
         >>> x = jnp.ones((1, 16, 1, 8))
-        >>> mask = pallas_flash.SharedPrefix(ids[None])
+        >>> mask = pallas_flash.masks.SharedPrefix(ids[None])
         >>> pallas_flash.attention(x, x, x, is_causal=True, mask=mask).shape
         (1, 16, 1, 8)
     """
@@ -161,17 +161,17 @@ class SharedPrefix(Joinable):
     query: Any
     key_value: Any = None
 
-    def sizes(self):
-        return Segments(self.query, self.key_value).sizes()
+    def _sizes(self):
+        return segment_sizes(self.query, self.key_value)
 
-    def fit(self, call):
-        own = Segments(self.query, self.key_value).fit(call, "SharedPrefix")
-        prompt = Segments(jnp.zeros_like(own.query), own.numbers[1])
-        return Either((Mask((own,)), Mask((prompt,))))
+    def _fit(self, call):
+        own = segment_leaf("SharedPrefix", self.query, self.key_value, call)
+        prompt = SegmentLeaf(jnp.zeros_like(own.query), own.numbers[1])
+        return (Either((Mask((own,)), Mask((prompt,)))),)
 
 
 @leaf
-class Tree(Joinable):
+class Tree(MaskObject):
     """A token of a tree sees itself and its ancestors, as drafts of speculative decoding do.
 
     For the parents -1 0 0 1 1 2:
@@ -189,12 +189,12 @@ class Tree(Joinable):
     right after its parent or after a descendant of an earlier sibling, in depth-first order.
 
     Attributes:
-        parents: int32 [B, T], the index of each token's parent, which comes before the token; -1
-            for a token without one.
+        parents: int32 [B, T] or [1, T], the index of each token's parent, which comes before the
+            token; -1 for a token without one.
 
     Example:
         >>> import jax.numpy as jnp, pallas_flash
-        >>> tree = pallas_flash.Tree(jnp.array([[-1, 0, 0, 1, 1, 2]]))
+        >>> tree = pallas_flash.masks.Tree(jnp.array([[-1, 0, 0, 1, 1, 2]]))
         >>> q, cache = jnp.ones((1, 6, 1, 8)), jnp.ones((1, 16, 1, 8))
         >>> pallas_flash.attention(q, cache, cache, mask=tree, query_offset=10).shape
         (1, 6, 1, 8)
@@ -202,12 +202,12 @@ class Tree(Joinable):
 
     parents: Any
 
-    def sizes(self):
+    def _sizes(self):
         batch, q_len = (1, 1, *np.shape(self.parents))[-2:]
         return batch, 1, q_len, 1
 
-    def fit(self, call):
-        """Return the mask: q sees k if k's visit in a walk through the tree encloses q's."""
+    def _fit(self, call):
+        # q sees k if k's visit in a walk through the tree encloses q's.
         batch, _, q_len, kv_len = call.scores_shape
         if call.at.positions is not None or call.shards > 1:
             got = "sequence_axis" if call.shards > 1 else "query_positions or key_value_positions"
@@ -216,7 +216,8 @@ class Tree(Joinable):
                 f"Tree `mask`, which needs the whole tree in its order; got `{got}`. Use "
                 "`query_offset` for the keys before the tree, and shard outside of a `shard_map`."
             )
-        parents = whole(integers("Tree.parents", self.parents, (batch, q_len), "[B, T]"))
+        shape = batch, q_len
+        parents = whole(integers("Tree.parents", self.parents, shape, "[B, T]", shared=True))
         if not isinstance(parents, Tracer):
             known = np.asarray(parents)
             if ((known < -1) | (known >= np.arange(q_len))).any():
@@ -238,19 +239,23 @@ class Tree(Joinable):
         else:
             offset = call.at.shift if call.at.offset is None else call.at.offset[:, None]
             token = jnp.arange(kv_len, dtype=jnp.int32)[None] - offset
-            token = jnp.broadcast_to(token, (batch, kv_len))
+            rows = max(len(token), len(enter))
+            token = jnp.broadcast_to(token, (rows, kv_len))
             at = jnp.clip(token, 0, q_len - 1)
-            starts, ends = (jnp.take_along_axis(x, at, axis=1) for x in (enter, leave))
+            starts, ends = (
+                jnp.take_along_axis(jnp.broadcast_to(x, (rows, q_len)), at, axis=1)
+                for x in (enter, leave)
+            )
             # Keys before the tree enclose all of it, keys after it nothing.
             starts = jnp.where(token < 0, -FAR, jnp.where(token < q_len, starts, FAR))
             ends = jnp.where(token < 0, FAR, ends)
-        begun = Numbers(Positions(enter, starts), None, 0, diagonal=same)
-        not_ended = Numbers(Positions(enter, ends), 0, None, diagonal=same)
-        return Either((Mask((begun, not_ended)),))
+        begun = NumberBand(Positions(enter, starts), None, 0, diagonal=same)
+        not_ended = NumberBand(Positions(enter, ends), 0, None, diagonal=same)
+        return (Either((Mask((begun, not_ended)),)),)
 
 
 @leaf
-class Neighborhood(Joinable):
+class Neighborhood(MaskObject):
     """Tokens are the points of a grid, row by row, and a query sees a window of points around it.
 
     The grid has any number of axes. As in NATTEN, a window at the edge is moved inside, so that
@@ -274,7 +279,7 @@ class Neighborhood(Joinable):
     Example:
         >>> import jax.numpy as jnp, pallas_flash
         >>> pixels = jnp.ones((1, 8 * 8, 1, 8))
-        >>> mask = pallas_flash.Neighborhood((8, 8), (3, 3))
+        >>> mask = pallas_flash.masks.Neighborhood((8, 8), (3, 3))
         >>> pallas_flash.attention(pixels, pixels, pixels, mask=mask).shape
         (1, 64, 1, 8)
     """
@@ -282,11 +287,11 @@ class Neighborhood(Joinable):
     grid: tuple[int, ...] = dataclasses.field(metadata=STATIC)
     window: tuple[int, ...] = dataclasses.field(metadata=STATIC)
 
-    def sizes(self):
+    def _sizes(self):
         points = math.prod(_ints("grid", self.grid))
         return 1, 1, points, points
 
-    def fit(self, call):
+    def _fit(self, call):
         grid, window = _ints("grid", self.grid), _ints("window", self.window)
         if len(grid) != len(window) or any(w > n for n, w in zip(grid, window, strict=False)):
             raise ValueError(
@@ -310,8 +315,8 @@ class Neighborhood(Joinable):
             q, k = (x % n for x in numbers) if axis else numbers
             first = jnp.clip(q - w // 2, 0, n - w)
             same = positions.key_value is None and call.at.positions is None
-            leaves.append(Numbers(Positions(first, k), 0, w - 1, diagonal=same))
-        return Either((Mask(tuple(leaves)),))
+            leaves.append(NumberBand(Positions(first, k), 0, w - 1, diagonal=same))
+        return (Either((Mask(tuple(leaves)),)),)
 
 
 def _tokens(name: str, value) -> int:
@@ -319,9 +324,9 @@ def _tokens(name: str, value) -> int:
     return min(at_least(1, name, value), jnp.iinfo(jnp.int32).max)
 
 
-def _band(positions: Positions, number, *, low: int | None) -> Numbers:
+def _band(positions: Positions, number, *, low: int | None) -> NumberBand:
     """Return the mask low <= number(position of k) - number(position of q) <= 0."""
-    return Numbers(jax.tree.map(number, positions), low, 0)
+    return NumberBand(jax.tree.map(number, positions), low, 0)
 
 
 def _ints(name: str, value) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """`PagedProblem`: a checked call of `paged_attention`, and the work tiles of its kernel.
 
-Request r has n_r = cu_query_lengths[r + 1] - cu_query_lengths[r] queries, its last tokens, and
+Request r has n_r = cu_seqlens_q[r + 1] - cu_seqlens_q[r] queries, its last tokens, and
 lengths[r] keys. Its key at position j is at
 
     page_indices[r, j // page_size], j % page_size
@@ -34,7 +34,7 @@ class Requests:
     Attributes:
         lengths: int32 [R], the keys of each request.
         page_indices: int32 [R, pages of a request].
-        cu_query_lengths: int32 [R + 1], the first new token of each request, and the last one's
+        cu_seqlens_q: int32 [R + 1], the first new token of each request, and the last one's
             end; None if each request has `max_tokens`. Whatever depends on it alone is then a NumPy
             array, which no kernel of XLA computes.
         tokens: the room for new tokens of all requests.
@@ -45,7 +45,7 @@ class Requests:
 
     lengths: Any
     page_indices: Any
-    cu_query_lengths: Any
+    cu_seqlens_q: Any
     tokens: int = dataclasses.field(metadata=STATIC)
     max_tokens: int = dataclasses.field(metadata=STATIC)
     num_pages: int = dataclasses.field(metadata=STATIC)
@@ -62,10 +62,10 @@ class Requests:
 
     @property
     def starts(self) -> Any:
-        """`cu_query_lengths`, moved to where they count up and are inside of the tokens."""
-        if self.cu_query_lengths is None:
+        """`cu_seqlens_q`, moved to where they count up and are inside of the tokens."""
+        if self.cu_seqlens_q is None:
             return np.arange(self.count + 1, dtype=np.int32) * np.int32(self.max_tokens)
-        return lax.cummax(jnp.clip(self.cu_query_lengths, 0, self.tokens))
+        return lax.cummax(jnp.clip(self.cu_seqlens_q, 0, self.tokens))
 
     @property
     def new(self) -> Any:

@@ -186,9 +186,9 @@ def backend_of(tile) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Tiles for each kernel of `attention`, of several backends: the result of `tune`.
+    """Tiles for each kernel of `attention`, of several backends: the result of `tuning.tune`.
 
-    `attention` takes it as `tile_sizes`, too. Write a `Triton` or a `Mosaic` yourself: they name
+    `attention` takes it as `config`, too. Write a `Triton` or a `Mosaic` yourself: they name
     their backend. Here the class of each tile does: a `Tile` is for "triton" and "interpret", all
     others are for "mosaic".
 
@@ -323,7 +323,7 @@ def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int)
     """Raise ValueError if a tile that was asked for needs more bytes than a program may have."""
     if need > limit:
         raise ValueError(
-            f"`tile_sizes.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
+            f"`config.{kernel}` must fit in the GPU's {limit // 1024} KiB of shared "
             f"memory; got {tile}, which needs about {need // 1024} KiB at head dim {head_dim}. "
             "Use smaller blocks or fewer stages."
         )

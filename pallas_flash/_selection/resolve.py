@@ -4,8 +4,8 @@
 
 An explicit `implementation` is used or raises. By default the forward goes to the kernels where
 they serve the call, else to "xla". Where "mosaic" and "triton" both serve it, each pass goes to the
-one whose tiles the call gives, else to the one that `tune` found to be faster on the GPU that is
-here, else to the one that the rules of `_selection.preferences` name.
+one whose tiles the call gives, else to the one that `tuning.tune` found to be faster on the GPU
+that is here, else to the one that the rules of `_selection.preferences` name.
 """
 
 import dataclasses
@@ -65,12 +65,12 @@ class Request:
 
     Attributes:
         implementation: an explicit implementation, or None.
-        tile_sizes: explicit tiles, or None.
+        config: explicit tiles, or None.
         reproducible: whether gradients must be the same in every run; None follows XLA's flags.
     """
 
     implementation: str | None = None
-    tile_sizes: TileSizes | None = None
+    config: TileSizes | None = None
     reproducible: bool | None = None
 
     def __post_init__(self):
@@ -130,11 +130,11 @@ def explained(
         reasons.append(plan.dbias.reason)
     if plan.tables.reason:
         reasons.append(plan.tables.reason)
-    if request.tile_sizes is None and any(x.asked != NO_TILES for x in passes):
+    if request.config is None and any(x.asked != NO_TILES for x in passes):
         reasons.append(f"Its tiles are tuned, from {tuned.file()}.")
-    if request.tile_sizes is not None and request.implementation is None:
+    if request.config is not None and request.implementation is None:
         by = (x.implementation for x in passes)
-        reasons += configurations.effect(request.tile_sizes, *by)
+        reasons += configurations.effect(request.config, *by)
     if forward.implementation != "reference" and (when := _low_part(problem, scale)) is not None:
         reasons.append(f"The low part of the output is a residual, as large as the output{when}.")
     refused = dict(forward.refused)
@@ -175,14 +175,14 @@ class _Call:
         features: what the call is; None of symbolic sizes, which no kernel serves.
         limits: why "triton" and "mosaic" do not serve the call, where they do not.
         given: the tiles that it gives.
-        tuned: the tiles that `tune` found for such calls on the GPU that is here.
+        tuned: the tiles that `tuning.tune` found for such calls on the GPU that is here.
     """
 
     def __init__(self, problem: Problem, request: Request):
         self.problem, self.request, self.target = problem, request, device.target()
         self.in_order = request.in_order
         self.limits = limits.not_on_gpu(problem, self.target)
-        self.given, self.tuned = request.tile_sizes or NO_TILES, NO_TILES
+        self.given, self.tuned = request.config or NO_TILES, NO_TILES
         self.features = None
         if not problem.symbolic:
             self.features = features_of(problem, capability=self.target.capability)
@@ -386,14 +386,14 @@ def _tangents(call: _Call, forward: str) -> PassPlan:
 
 def _check_given(request: Request, forward: PassPlan, backward: Iterable[PassPlan]) -> None:
     """Raise if the call gives tiles to an implementation that does not compute that pass."""
-    sizes, asked = request.tile_sizes, request.implementation
+    sizes, asked = request.config, request.implementation
     if sizes is None or asked is None:
         return
     for kernel, tile in sizes.given.items():
         by = {x.implementation for x in ([forward] if kernel in FORWARD else backward)}
         if not any(sizes.for_backend(name).tile(kernel) for name in by):
             raise ValueError(
-                f"`tile_sizes.{kernel}` must be a tile of who computes that pass, "
+                f"`config.{kernel}` must be a tile of who computes that pass, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
                 f'implementation={asked!r}. Give "mosaic" its tiles of pallas_flash.tuning, and '
                 "others a pallas_flash.tuning.Tile."

@@ -1,11 +1,11 @@
-"""The winners of `tune`: the file that holds them, and the calls that they serve.
+"""The winners of `tuning.tune`: the file that holds them, and the calls that they serve.
 
 Tiles that a call asks for come first, then a winner, then the table. A winner serves only a GPU
 that is here. A program for a GPU that is only described gets the table's tiles on every machine.
 
-A process reads the file once, when it first picks tiles for a GPU, and again after `tune` wrote to
-it. Programs that were compiled before keep their tiles. PALLAS_FLASH_TUNED in the environment names
-another file, or is 0 for none.
+A process reads the file once, when it first picks tiles for a GPU, and again after `tuning.tune`
+wrote to it. Programs that were compiled before keep their tiles. PALLAS_FLASH_TUNED in the
+environment names another file, or is 0 for none.
 
 Several processes may store at once: each reads, changes and replaces the file while it holds a lock
 on another file beside it. Winners that a process cannot write serve that process, and its next
@@ -34,8 +34,8 @@ from pallas_flash._problem.tile_sizes import KERNELS, MOSAIC, OF_PASS, Tile, Til
 
 # The mark of a file that `store` wrote, and the number of its form. Files with another number are
 # ignored.
-MADE_BY, SCHEMA = "pallas_flash.tune", 3
-REMOVE = "Remove them with `python -m pallas_flash.tune --clear`."
+MADE_BY, SCHEMA = "pallas_flash.tuning.tune", 3
+REMOVE = "Remove them with `python -m pallas_flash tune --clear`."
 
 # The first characters of a file that `store` wrote, and a whole winner in it. A winner has two
 # spaces before it, and its tiles have more.
@@ -100,7 +100,7 @@ def key(f: CallFeatures, gpu: str) -> str:
 
 # Modules outside of the kernels' folders that shape kernels.
 _SHAPE = (
-    *("_problem/blocks", "_problem/masks", "_problem/mask_objects", "_problem/traversal"),
+    *("_problem/blocks", "_problem/masks", "_problem/mask_leaves", "_problem/traversal"),
     *("_problem/scores", "_problem/operands", "_problem/dropout", "_problem/key_center"),
     *("_problem/checks", "_jax/hardware"),
 )
@@ -216,7 +216,7 @@ def _recovered(path: Path, text: str) -> dict[str, Any]:
             winners |= json.loads(f"{{{winner}}}")
     _warn(
         f"pallas_flash found {path} empty or damaged: it uses the {len(winners)} winners that it "
-        "can read, and the next `tune` writes a whole file."
+        "can read, and the next `tuning.tune` writes a whole file."
     )
     schema = re.search(r'^ "schema": (\d+),$', text, re.MULTILINE)
     schema = int(schema[1]) if schema else SCHEMA

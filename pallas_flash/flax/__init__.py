@@ -6,11 +6,11 @@ F features.
 """
 
 try:
-    from pallas_flash.flax._cache import KVCache as KVCache
-    from pallas_flash.flax._drop_in import attention_fn as attention_fn
-    from pallas_flash.flax._layer import SelfAttention as SelfAttention
-    from pallas_flash.flax._paged_cache import PagedKVCache as PagedKVCache
-    from pallas_flash.flax._rope import apply_rope as apply_rope
+    from pallas_flash.flax._cache import KVCache
+    from pallas_flash.flax._drop_in import attention_fn
+    from pallas_flash.flax._layer import SelfAttention
+    from pallas_flash.flax._paged_cache import PagedKVCache
+    from pallas_flash.flax._rope import apply_rope
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
@@ -19,3 +19,5 @@ except ModuleNotFoundError as error:
         "pip install '.[flax]' in a checkout.",
         name="flax",
     ) from None
+
+__all__ = ["KVCache", "PagedKVCache", "SelfAttention", "apply_rope", "attention_fn"]

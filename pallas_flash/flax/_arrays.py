@@ -11,17 +11,12 @@ from jaxtyping import Array, Shaped
 from pallas_flash._arguments.attention import parse_sequence_axis
 from pallas_flash._execution.context.parts import device
 from pallas_flash._problem.checks import array, array_of_dtype, describe
-from pallas_flash._problem.mask_objects import Joinable
-from pallas_flash._problem.masks import Mask
-
-
-def is_object(mask) -> bool:
-    return isinstance(mask, (Mask, Joinable))
+from pallas_flash._problem.mask_objects import MaskObject
 
 
 def as_bool(mask) -> Any:
     """Return an array mask as booleans, True where it is not zero."""
-    return mask if mask is None or is_object(mask) else jnp.asarray(mask).astype(bool)
+    return mask if mask is None or isinstance(mask, MaskObject) else jnp.asarray(mask).astype(bool)
 
 
 def place_in_sequence(sequence_axis, length: int) -> tuple[Array | int, int]:
@@ -83,13 +78,13 @@ def spec_of(sharding, ndim: int) -> tuple:
     return padded
 
 
-def merge_scores(name: str, x, scores_shape: Sequence[int]):
+def merge_scores(name: str, x, scores_shape: Sequence[int]) -> Any:
     """Return a bias or a mask for scores [*batch, N, T, S] with one batch axis.
 
     Mask objects stay as they are. The check is here and not in `attention`, so that messages show
     the caller's shapes.
     """
-    if x is None or is_object(x):
+    if x is None or isinstance(x, MaskObject):
         return x
     x = array(name, x)
     check_broadcasts(name, x, scores_shape)

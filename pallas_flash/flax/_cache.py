@@ -165,7 +165,7 @@ class KVCache(nnx.Module):
                 are padding. They are not added, and their output is zero. It needs a `ragged`
                 cache.
             tree: Parents of the new tokens where they are drafts that branch, as in
-                `pallas_flash.Tree`. None is a sequence.
+                `pallas_flash.masks.Tree`. None is a sequence.
             **options: Options of `pallas_flash.attention`, such as `local_window_size` or `sinks`,
                 but none that says where tokens are or that attention is causal.
 

@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._call.attention import ContextParallelism, Implementation, attention
 from pallas_flash._problem.checks import describe, flag, share_to_drop
-from pallas_flash._problem.mask_objects import Call, fitted
+from pallas_flash._problem.mask_objects import Call, MaskObject, fitted
 from pallas_flash._problem.masks import Mask
 from pallas_flash.flax._arrays import (
     as_bool,
-    is_object,
     merge_batch,
     merge_scores,
     place_in_sequence,
@@ -29,7 +28,7 @@ def attention_fn(
     key: Shaped[Array, "*batch S K H"],
     value: Shaped[Array, "*batch S K V"],
     bias: Float[Array, "*#batch #N #T #S"] | None = None,
-    mask: Shaped[Array, "*#batch #N #T #S"] | Mask | None = None,
+    mask: Shaped[Array, "*#batch #N #T #S"] | MaskObject | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: PRNGKeyArray | None = None,
     dropout_rate: float = 0.0,
@@ -218,7 +217,7 @@ def _causal_mask_applies(is_causal: bool, mask, q_len: int, kv_len: int) -> bool
     """
     if not flag("is_causal", is_causal) or not q_len == 1 < kv_len:
         return is_causal
-    if mask is None or is_object(mask) or mask.shape[-1:] != (kv_len,):
+    if mask is None or isinstance(mask, MaskObject) or mask.shape[-1:] != (kv_len,):
         raise ValueError(
             f"`is_causal` must be False for one query of {kv_len} keys, because its position among "
             "them is unknown, unless a `mask` array has a column for each key; got True with "
@@ -303,7 +302,7 @@ def _sow_weights(
 
 def _dense(mask, scores_shape: Sequence[int]) -> Any:
     """Return a mask object as an array [*batch, N, T, S], and other masks unchanged."""
-    if not is_object(mask):
+    if not isinstance(mask, MaskObject):
         return mask
     shape = (math.prod(scores_shape[:-3]), *scores_shape[-3:])
     indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(4))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
 from pallas_flash._call.attention import ContextParallelism, Implementation, attention
 from pallas_flash._problem.checks import array, describe, flag, is_int, share_to_drop
-from pallas_flash._problem.masks import Mask
+from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash.flax._arrays import (
     as_bool,
     merge_batch,
@@ -33,7 +33,9 @@ class SelfAttention(nnx.Module):
     """Self-attention with grouped key/value heads, rotary positions and packed sequences.
 
     Linear maps of the tokens give q, k and v; if asked for, an RMSNorm over each head normalises q
-    and k; `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the output.
+    and k, and `apply_rope` turns them; a linear map of `pallas_flash.attention(q, k, v)` is the
+    output. As in `attention`, nothing is hidden by default: a language model gives
+    `is_causal=True`.
     Each run of `num_heads // num_kv_heads` query heads shares one key/value head (GQA,
     https://arxiv.org/abs/2305.13245).
 
@@ -45,7 +47,8 @@ class SelfAttention(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from pallas_flash.flax import SelfAttention
-        >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
+        >>> options = dict(is_causal=True, rope_theta=10_000.0)
+        >>> layer = SelfAttention(16, num_heads=4, num_kv_heads=2, **options, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((3, 7, 16))).shape
         (3, 7, 16)
         >>> layer.init_cache((3, 8, 16))
@@ -61,7 +64,7 @@ class SelfAttention(nnx.Module):
         head_dim: Size of a head. None is `features // num_heads`.
         is_causal: Whether a token sees only itself and the tokens before it, by their order in the
             array and whatever their `positions`, unless a call says `reordered`.
-        rope_theta: Base of the rotary angles. None is no rotary embedding.
+        rope_theta: Base of the rotary angles, 10,000 in most models. None is no rotary embedding.
         normalize_qk: Whether queries and keys go through an RMSNorm over the head dim, each with a
             learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
             https://arxiv.org/abs/2505.09388, and Gemma 3, https://arxiv.org/abs/2503.19786).
@@ -107,8 +110,8 @@ class SelfAttention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        is_causal: bool = True,
-        rope_theta: float | None = 10_000.0,
+        is_causal: bool = False,
+        rope_theta: float | None = None,
         normalize_qk: bool = False,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
@@ -177,27 +180,12 @@ class SelfAttention(nnx.Module):
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0.0 else None
         self.cache: KVCache | PagedKVCache | None = nnx.data(None)
 
-    @property
-    def cached_key(self) -> nnx.Cache[Array] | None:
-        """The keys of a `KVCache`."""
-        return self.cache.keys if isinstance(self.cache, KVCache) else None
-
-    @property
-    def cached_value(self) -> nnx.Cache[Array] | None:
-        """The values of a `KVCache`."""
-        return self.cache.values if isinstance(self.cache, KVCache) else None
-
-    @property
-    def cache_index(self) -> nnx.Cache[Array] | None:
-        """The tokens in a `KVCache`."""
-        return self.cache.lengths if isinstance(self.cache, KVCache) else None
-
     def __call__(
         self,
         x: Float[Array, "*batch T F"],
         *,
         bias: Float[Array, "*#batch #N #T #T"] | None = None,
-        mask: Shaped[Array, "*#batch #N #T #T"] | Mask | None = None,
+        mask: Shaped[Array, "*#batch #N #T #T"] | MaskObject | None = None,
         seq_lengths: Int32[Array, "*#batch"] | None = None,
         segment_ids: Int32[Array, "*#batch T"] | None = None,
         positions: Integer[Array, "*#batch T"] | None = None,
@@ -223,16 +211,17 @@ class SelfAttention(nnx.Module):
                 documents: only differences of positions matter, and within a document they do not
                 depend on where it starts.
             reordered: Whether tokens lie in another order than their `positions`, as after
-                `pallas_flash.balanced_order`. Then `positions` are for the mask, too: `is_causal`,
-                `local_window_size` and a `PrefixLM` go by them, and not by the order in the array.
+                `pallas_flash.masks.balanced_order`. Then `positions` are for the mask, too:
+                `is_causal`, `local_window_size` and a `PrefixLM` go by them, and not by the order
+                in the array.
             deterministic: Whether dropout is switched off. None is what the layer was told.
             rngs: Where the random key of dropout comes from, or that key. None is what the layer
                 keeps.
             decode: Whether `x` are the tokens that follow those in the cache. They are added to it
                 and see it, and `positions` of None go on counting.
-            requests: For the pages of `init_pages`: (lengths, page_indices) with `x` [R, T, F], or
-                (lengths, page_indices, cu_query_lengths) with `x` [tokens, F], as in
-                `pallas_flash.paged_attention`.
+            requests: For the pages of `init_pages`: (key_value_seq_lengths, page_indices) with `x`
+                [R, T, F], or (key_value_seq_lengths, page_indices, cu_seqlens_q) with `x`
+                [tokens, F], as in `pallas_flash.paged_attention`.
 
         Returns:
             One new token for each token; NaN where a traced call finds no room for `x` behind the
@@ -441,7 +430,7 @@ class SelfAttention(nnx.Module):
         if not self.is_causal:
             raise ValueError(
                 "`decode` must be False in a layer with is_causal=False, whose tokens see later "
-                "ones; got True. Build a causal layer."
+                "ones; got True. Build the layer with is_causal=True."
             )
         for name, value in refused.items():
             if value is not None:
@@ -538,7 +527,7 @@ def _following(cache: KVCache | PagedKVCache, x, seq_lengths, requests) -> Array
         raise ValueError(
             "`seq_lengths` must be None where the cache has pages; got "
             f"{type(seq_lengths).__name__}. Give the new tokens of each request by the "
-            "cu_query_lengths of `requests`."
+            "cu_seqlens_q of `requests`."
         )
     return cache.positions(x, requests)
 
@@ -548,7 +537,7 @@ def _check_reordered(positions, decode: bool) -> None:
     if positions is None:
         raise ValueError(
             "`positions` must be given with reordered=True; got None. Pass the position of "
-            "each token, which `pallas_flash.balanced_order` returns."
+            "each token, which `pallas_flash.masks.balanced_order` returns."
         )
     if decode:
         raise ValueError(

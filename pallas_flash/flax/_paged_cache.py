@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_flash._arguments import paged
 from pallas_flash._call.paged_attention import paged_attention
-from pallas_flash._call.pages import append_to_pages
+from pallas_flash._call.pages import append
 from pallas_flash._jax.one_device import divided_by_xla
 from pallas_flash._problem.checks import array, as_dtype, at_least, describe, is_int
 from pallas_flash.flax._arrays import new_tokens, spec_of
 
-# (lengths, page_indices) or (lengths, page_indices, cu_query_lengths), as `paged_attention` has
-# them.
+# (key_value_seq_lengths, page_indices) and, with tokens in one axis, cu_seqlens_q, as
+# `paged_attention` has them.
 Requests = tuple[Any, ...] | list[Any]
 # The options of `paged_attention` that have a number for each query head.
 PER_HEAD = "sinks", "alibi_slopes"
@@ -123,8 +123,8 @@ class PagedKVCache(nnx.Module):
             query: Queries of the new tokens, which are the last ones of each request.
             key: Keys of the new tokens.
             value: Values of the new tokens.
-            requests: (lengths, page_indices), and cu_query_lengths with tokens in one axis, as
-                `pallas_flash.paged_attention` has them; lengths count the new tokens.
+            requests: (key_value_seq_lengths, page_indices), and cu_seqlens_q with tokens in one
+                axis, as `pallas_flash.paged_attention` has them; lengths count the new tokens.
             **options: Options of `pallas_flash.paged_attention`, such as `local_window_size`.
 
         Returns:
@@ -148,7 +148,7 @@ class PagedKVCache(nnx.Module):
         def step(pages, named, new, requests, per_head):
             query, *new = new
             dtype = query.dtype
-            pages = append_to_pages(*pages, *new, *requests, **named)
+            pages = append(*pages, *new, *requests, **named)
             named = dict(zip(named, pages[2:], strict=True))
             if not named:
                 query = query.astype(pages[0].dtype)
@@ -171,8 +171,8 @@ class PagedKVCache(nnx.Module):
         _, named, _, requests, per_head = operands
         if pages is not None and len(requests) > 2:
             raise ValueError(
-                "`requests` must be (lengths, page_indices) where devices divide the pages; got "
-                "cu_query_lengths, too. Give each request the same number of new tokens."
+                "`requests` must be (key_value_seq_lengths, page_indices) where devices divide the "
+                "pages; got cu_seqlens_q, too. Give each request the same number of new tokens."
             )
         assert self.sharding is not None
         mesh, paged_limits = self.sharding.mesh, P(pages, None, heads)
@@ -203,8 +203,9 @@ def _checked(requests) -> tuple:
     """Return `requests` as a tuple, without a last None; raise if it has another form."""
     if not isinstance(requests, (tuple, list)) or len(requests) not in (2, 3):
         raise ValueError(
-            "`requests` must be (lengths, page_indices) or (lengths, page_indices, "
-            f"cu_query_lengths); got {describe(requests)}. Give them to each call with pages."
+            "`requests` must be (key_value_seq_lengths, page_indices) or (key_value_seq_lengths, "
+            f"page_indices, cu_seqlens_q); got {describe(requests)}. Give them to each call with "
+            "pages."
         )
     return tuple(requests[:2] if requests[-1] is None else requests)
 

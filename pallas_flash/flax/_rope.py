@@ -14,11 +14,11 @@ from pallas_flash.flax._arrays import check_positions
 def apply_rope(
     x: Float[Array, "*batch T N H"],
     positions: Integer[Array, "*#batch T"],
-    theta: float = 10_000.0,
+    rope_theta: float = 10_000.0,
 ) -> Float[Array, "*batch T N H"]:
     """Apply rotary position embedding, which turns pairs of components by the position's angles.
 
-    For i < H/2 and the angle a_i = position * theta^(-2i/H),
+    For i < H/2 and the angle a_i = position * rope_theta^(-2i/H),
 
         y[i]       = x[i] cos(a_i) - x[i + H/2] sin(a_i)
         y[i + H/2] = x[i + H/2] cos(a_i) + x[i] sin(a_i)
@@ -38,7 +38,7 @@ def apply_rope(
     Args:
         x: Queries or keys.
         positions: Position of each row of `x`.
-        theta: Base of the angles.
+        rope_theta: Base of the angles.
 
     Returns:
         The turned `x`, in its dtype. Angles are float32, and so is the product for a narrower `x`.
@@ -52,14 +52,14 @@ def apply_rope(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
         )
     positions = check_positions(positions, x.shape[:-2])
-    return _turned(x, divided_alike(positions, x, x.ndim - 2 - positions.ndim), theta)
+    return _turned(x, divided_alike(positions, x, x.ndim - 2 - positions.ndim), rope_theta)
 
 
 # Compiled as one program outside of `jit`, too; else JAX compiles each operation for each shape.
 @functools.partial(jax.jit, inline=True)
-def _turned(x, positions, theta):
+def _turned(x, positions, rope_theta):
     half = x.shape[-1] // 2
-    inverse_period = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    inverse_period = rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     positions = jnp.expand_dims(positions, (*range(x.ndim - 2 - positions.ndim), -2, -1))
     # [*#batch, T, 1, H/2]
     angle = positions.astype(jnp.float32) * jnp.expand_dims(inverse_period, range(x.ndim - 1))

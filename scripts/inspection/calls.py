@@ -35,7 +35,7 @@ def attention_call(
     queries: int | None = None,
     num_heads: int = 8,
     group: int = 1,
-    tile_sizes: Any = None,
+    config: Any = None,
     implementation: str = "triton",
     reproducible: bool = False,
 ) -> tuple[Callable, list[Any]]:
@@ -54,7 +54,7 @@ def attention_call(
         queries: The number of queries, at the last positions; None for all.
         num_heads: Query heads.
         group: Query heads for each key head.
-        tile_sizes: Passed on; None for the package's choice.
+        config: Passed on; None for the package's choice.
         implementation: One of `IMPLEMENTATIONS`.
         reproducible: Whether "mosaic" computes gradients in two passes.
 
@@ -99,7 +99,7 @@ def attention_call(
                 options["dropout_rate"], arrays["dropout_key"] = 0.1, array((2,), "uint32")
 
     def forward(q, k, v, arrays):
-        return pallas_flash.attention(q, k, v, **options, **arrays, tile_sizes=tile_sizes)
+        return pallas_flash.attention(q, k, v, **options, **arrays, config=config)
 
     def forward_and_backward(q, k, v, arrays, do):
         arrays, extras = ({name: arrays[name] for name in names} for names in (constant, extra))

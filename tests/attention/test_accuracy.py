@@ -34,7 +34,7 @@ def tiles_of_kernels(implementation, request):
     if implementation != "interpret":
         return {}
     request.getfixturevalue("kernel_case")
-    return {"tile_sizes": SMALL}
+    return {"config": SMALL}
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_traces_under_strict_switches(case, implementation):
     """Traced with x64 on, and with x64 off what `measured` above has not run under all of them."""
     qkv, cotangents, options = case.problem()
     operands, options = oracle.split(options)
-    extra = {"tile_sizes": SMALL} if implementation == "interpret" else {}
+    extra = {"config": SMALL} if implementation == "interpret" else {}
     for x64 in [True] if implementation == "xla" else [True, False]:
         run = program(implementation, options, **extra)
         with strictly(x64=x64):
@@ -270,7 +270,7 @@ def test_every_tile_gives_the_same_result(case, tile, split, kernel_case):
     """Also with dk and dv in one launch or two."""
     backward = dict(dk=tile, dv=tile) if split else dict(dkv=tile)
     sizes = pallas_flash.tuning.TileSizes(forward=tile, dq=tile, **backward)
-    judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=sizes))
+    judge(case, "float32", measured(case, "float32", "interpret", config=sizes))
 
 
 @cases.parametrize(names=["mask, causal, lengths"])
@@ -279,7 +279,7 @@ def test_split_heads_with_listed_tiles(case, monkeypatch, kernel_case):
     monkeypatch.setattr(backward_dkv, "splits_of_heads", lambda *_: 3)
     case = dataclasses.replace(case, name="6 heads", N=12, K=2)
     problem = case.problem()
-    judge(case, "float32", measured(case, "float32", "interpret", problem, tile_sizes=SMALL),
+    judge(case, "float32", measured(case, "float32", "interpret", problem, config=SMALL),
           problem)  # fmt: skip
 
 

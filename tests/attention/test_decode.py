@@ -49,7 +49,7 @@ def run(problem, tiles=TILES):
         pallas_flash.attention,
         return_lse=True,
         implementation="triton",
-        tile_sizes=tiles,
+        config=tiles,
         **options,
     )
     runs = []
@@ -96,7 +96,7 @@ def test_16_bits_as_accurate_as_dense(case, dtype, kernel_case):
 def test_gradients_as_accurate_as_dense(case, kernel_case):
     """The backward takes the output and the LSE as from the other kernel."""
     case = with_few(case, 4)
-    judge(case, "float32", measured(case, "float32", "interpret", tile_sizes=TILES))
+    judge(case, "float32", measured(case, "float32", "interpret", config=TILES))
 
 
 @cases.parametrize(names=["full"], more=["mask of keys", "all features"])
@@ -231,7 +231,7 @@ def test_kv_splits_of_a_list(parts):
 
 def kernel_of(T, tiles, S=513, N=64):
     q, k = (jax.ShapeDtypeStruct((1, n, N, 64), jnp.bfloat16) for n in (T, S))
-    attention = functools.partial(pallas_flash.attention, implementation="triton", tile_sizes=tiles)
+    attention = functools.partial(pallas_flash.attention, implementation="triton", config=tiles)
     return ttir.lower(attention, q, k, k)[0].name.removeprefix("pallas_flash_")
 
 
@@ -266,7 +266,7 @@ def test_decode_kernel_by_sizes(T, sizes, asked, kernel):
 def test_vmap_equals_loop():
     (q, k, v), _, options = with_few(cases.BY_NAME["lengths"]).problem()
     attention = functools.partial(
-        pallas_flash.attention, implementation="triton", tile_sizes=TILES, **options
+        pallas_flash.attention, implementation="triton", config=TILES, **options
     )
     q = jnp.stack([q, -q])
     one_by_one = [ttir.evaluate(attention, x, k, v) for x in q]

@@ -237,8 +237,8 @@ def tiles(block_q, block_kv):
 WAYS = {
     "reference": dict(implementation="reference"),
     "xla": dict(implementation="xla"),
-    "interpret": dict(implementation="interpret", tile_sizes=tiles(16, 16)),
-    "interpret, other tiles": dict(implementation="interpret", tile_sizes=tiles(32, 32)),
+    "interpret": dict(implementation="interpret", config=tiles(16, 16)),
+    "interpret, other tiles": dict(implementation="interpret", config=tiles(32, 32)),
 }
 over_ways = pytest.mark.parametrize(
     "way", cases.default(list(WAYS.values())[:3], WAYS.values()), ids=WAYS

@@ -21,8 +21,9 @@ from support import cases, oracle, ttir
 from support.calls import FORM, NEWER
 from support.described_gpus import described_gpu, described_mesh
 
-from pallas_flash import BlockMask, Predicate, ScoreMod, attention, explain
+from pallas_flash import ScoreMod, attention, explain
 from pallas_flash._execution import lowerable
+from pallas_flash.masks import BlockMask, Predicate
 
 GPUS = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 IMPLEMENTATIONS = "interpret", "xla", "reference"

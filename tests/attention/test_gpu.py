@@ -103,7 +103,7 @@ def test_kernels(case, dtype, precision, kernel_case, monkeypatch):
         tiles = dataclasses.replace(UNROLLED, forward=Tile(32, 16))
     case = case.scaled(5)
     with jax.default_matmul_precision(precision or "default"):
-        results = measured(case, dtype, "triton", tile_sizes=tiles)
+        results = measured(case, dtype, "triton", config=tiles)
     judge(case, dtype, results, tf32=dtype == "float32" and precision is None)
 
 
@@ -179,7 +179,7 @@ def test_wide_heads_for_hopper(case, head_dim, value_dim, kernel_case):
 def test_bits_of_masks_for_hopper(axes, block_kv, kernel_case):
     """Tiles of keys are whole words of a mask's bits, or begin within one."""
     case = dataclasses.replace(cases.BY_NAME["full"], T=700, S=900, options=cases._mask(axes))
-    check(case, "mosaic", factor=1, tile_sizes=TileSizes(ForwardTile(block_kv=block_kv)))
+    check(case, "mosaic", factor=1, config=TileSizes(ForwardTile(block_kv=block_kv)))
 
 
 @needs_hopper
@@ -195,7 +195,7 @@ def test_clusters_for_hopper(name, head_dim, kernel_case):
     sizes = dict(T=1900, S=2100, H=head_dim, V=head_dim)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     tiles = TileSizes(ForwardTile(block_kv=64, cluster_size=2))
-    check(case, "mosaic", factor=1, tile_sizes=tiles)
+    check(case, "mosaic", factor=1, config=tiles)
 
 
 @needs_hopper
@@ -295,7 +295,7 @@ def check_max_logits(case, by, dtype="bfloat16", *, factor=5, tiles=None, **size
     """The rule of test_max_logits."""
     case = dataclasses.replace(case.scaled(factor), **sizes)
     problem = qkv, _, options = case.problem(dtype)
-    options = dict(return_max_logits=True, implementation=by, tile_sizes=tiles) | options
+    options = dict(return_max_logits=True, implementation=by, config=tiles) | options
     call = functools.partial(pallas_flash.attention, **options)
     _, found = oracle.compiled(call)(*qkv)
     judge_max_logits(case, dtype, found, problem, tf32=dtype == "float32")
@@ -393,7 +393,7 @@ TALL = TileSizes(Tile(128, 64, 4, 2))
     ]
 )
 def test_tiles_of_calls_with_many_programs(case, kernel_case):
-    check(case, "triton", head_dim=128, tile_sizes=TALL)
+    check(case, "triton", head_dim=128, config=TALL)
 
 
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name.replace(" ", "-"))
@@ -403,7 +403,7 @@ def test_decoding(case, dtype, kernel_case):
     tiles = UNROLLED if dtype == "float32" and case.name not in IN_THE_TABLES_TILES else None
     case = dataclasses.replace(with_few(case, 5), S=4401, H=128, V=128)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        check(case, "triton", dtype, factor=1, tile_sizes=tiles)
+        check(case, "triton", dtype, factor=1, config=tiles)
 
 
 @cases.parametrize(
@@ -442,7 +442,7 @@ def test_bias_copies_wait_for_readers(head_dim, tile, kernel_case):
     q, k, v = (jax.random.normal(x, (2, 4096, 16, head_dim), jnp.bfloat16) for x in keys[:3])
     bias = jax.random.normal(keys[3], (1, 16, 4096, 4096), jnp.bfloat16)
     call = functools.partial(
-        pallas_flash.attention, bias=bias, implementation="mosaic", tile_sizes=tiles
+        pallas_flash.attention, bias=bias, implementation="mosaic", config=tiles
     )
     run, first = jax.jit(call), None
     for _ in range(12):

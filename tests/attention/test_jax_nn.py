@@ -36,7 +36,7 @@ OURS = {
     "interpret": functools.partial(
         attention,
         implementation="interpret",
-        tile_sizes=TileSizes(forward=TILE, dkv=TILE, dq=TILE),
+        config=TileSizes(forward=TILE, dkv=TILE, dq=TILE),
     ),
 }
 

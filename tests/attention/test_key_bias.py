@@ -53,7 +53,7 @@ def test_dq_as_accurate_as_dense(case, dtype, implementation):
     problem = case.problem(dtype)
     qkv, cotangents, options = problem
     operands, rest = oracle.split(options)
-    extra = {"tile_sizes": SMALL} if implementation == "interpret" else {}
+    extra = {"config": SMALL} if implementation == "interpret" else {}
     results = program(implementation, rest, **extra)(*qkv, *cotangents, **operands)
     assert_as_dense(results, problem)
 

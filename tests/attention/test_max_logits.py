@@ -30,7 +30,7 @@ def small_blocks(monkeypatch):
 
 def call_of(implementation, options, **extra):
     if implementation == "interpret":
-        extra = {"tile_sizes": SMALL} | extra
+        extra = {"config": SMALL} | extra
     return functools.partial(
         pallas_flash.attention,
         return_max_logits=True,
@@ -115,7 +115,7 @@ def test_max_logits_of_lowered_kernels(case, few, kernel_case):
     case = with_few(case) if few and case in FEW_QUERIES else case
     qkv, _, options = case.problem()
     tiles = dict(decode=Tile(16, 16)) if few else dict(forward=Tile(64, 32))
-    call = call_of("triton", options, tile_sizes=TileSizes(**tiles))
+    call = call_of("triton", options, config=TileSizes(**tiles))
     _, found = ttir.evaluate(lambda qkv: call(*qkv), qkv)
     judge_max_logits(case, "float32", found)
 

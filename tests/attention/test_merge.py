@@ -1,4 +1,4 @@
-"""`merge` of two calls is one call over all their keys: results, gradients, LSEs of any size."""
+"""`merge` of calls is one call over all their keys: results, gradients, LSEs of any size."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ import pallas_flash
 from pallas_flash import merge
 
 B, T, S, N, K, H, V = 2, 9, 20, 4, 2, 8, 12
-CUTS = {"two": (0, 7, S), "three": (0, 7, 8, S), "one empty": (0, 0, S)}
+CUTS = {"one": (0, S), "two": (0, 7, S), "four": (0, 7, 8, 15, S), "one empty": (0, 0, S)}
 
 
 def inputs(dtype="float32"):
@@ -37,7 +37,7 @@ def merged(q, k, v, cuts, mask=None, **options):
         whole(q, k[:, a:b], v[:, a:b], mask=None if mask is None else mask[:, a:b], **options)
         for a, b in itertools.pairwise(cuts)
     ]
-    return functools.reduce(lambda x, y: merge(*x, *y), parts)
+    return merge(*parts)
 
 
 def assert_close(got, want, tolerance):
@@ -60,26 +60,29 @@ def test_merged_equals_one_call_in_float64(cuts):
         assert_close(pull_merged(ct), pull(ct), 1e-11)
 
 
-def dense(o, lse, o2, lse2):
+def dense(*pairs):
     """The definition, for finite LSEs."""
-    weights = jnp.exp(lse)[..., None], jnp.exp(lse2)[..., None]
-    total = weights[0] + weights[1]
-    return (weights[0] * o + weights[1] * o2) / total, jnp.log(total)[..., 0]
+    total = sum(jnp.exp(lse) for _, lse in pairs)
+    return sum(jnp.exp(lse)[..., None] * o for o, lse in pairs) / total[..., None], jnp.log(total)
 
 
-def parts(shape=(B, T, N), dtype="float64"):
+def parts(shape=(B, T, N), dtype="float64", count=2):
     rng = np.random.default_rng(2)
-    o, o2 = (jnp.asarray(rng.standard_normal((*shape, V)), dtype) for _ in "12")
-    lse, lse2 = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for _ in "12")
-    return o, lse, o2, lse2
+    return tuple(
+        (
+            jnp.asarray(rng.standard_normal((*shape, V)), dtype),
+            jnp.asarray(3 * rng.standard_normal(shape), dtype),
+        )
+        for _ in range(count)
+    )
 
 
-@pytest.mark.parametrize("shape", [(B, T, N), (T, N)], ids=["batched", "one"])
-def test_derivatives_of_all_four(shape):
+@pytest.mark.parametrize(("shape", "count"), [((B, T, N), 2), ((T, N), 3)])
+def test_derivatives_of_all_arrays(shape, count):
     """Reverse and forward mode, and the second order, as of the definition."""
     with jax.enable_x64(True):
-        x = parts(shape)
-        moved = tuple(jnp.cos(y) for y in x)
+        x = parts(shape, count=count)
+        moved = jax.tree.map(jnp.cos, x)
         assert_close(merge(*x), dense(*x), 1e-12)
         assert_close(jax.jvp(merge, x, moved), jax.jvp(dense, x, moved), 1e-12)
 
@@ -87,7 +90,10 @@ def test_derivatives_of_all_four(shape):
             o, lse = function(*x)
             return (o**3).sum() + jnp.sin(lse).sum()
 
-        for order in (jax.grad, lambda f: jax.grad(lambda x: sum(y.sum() for y in jax.grad(f)(x)))):
+        def second(f):
+            return jax.grad(lambda x: sum(y.sum() for y in jax.tree.leaves(jax.grad(f)(x))))
+
+        for order in (jax.grad, second):
             got, want = (order(functools.partial(loss, f))(x) for f in (merge, dense))
             assert_close(got, want, 1e-10)
 
@@ -109,10 +115,11 @@ def test_rows_without_keys(transform):
     assert_close(gradients, pull(ct), 1e-5)
     assert not np.asarray(got[0][:, 2]).any() and np.isneginf(got[1][:, 2]).all()
 
-    o, lse, o2, lse2 = parts(dtype="float32")
+    (o, lse), (o2, lse2) = parts(dtype="float32")
     lse, lse2 = lse.at[:, [0, 2]].set(-jnp.inf), lse2.at[:, [1, 2]].set(-jnp.inf)
     o, o2 = o.at[:, [0, 2]].set(0), o2.at[:, [1, 2]].set(0)
-    do, dlse, do2, dlse2 = transform(lambda *x: jax.vjp(merge, *x)[1](ct))(o, lse, o2, lse2)
+    pull = transform(lambda *x: jax.vjp(merge, *x)[1](ct))
+    (do, dlse), (do2, dlse2) = pull((o, lse), (o2, lse2))
     for x, rows in ((do, [0, 2]), (dlse, [0, 2]), (do2, [1, 2]), (dlse2, [1, 2])):
         assert not np.asarray(x[:, rows]).any()
         assert np.isfinite(x).all()
@@ -122,12 +129,12 @@ def test_rows_without_keys(transform):
 @pytest.mark.parametrize("distance", [0.0, 50.0, 200.0, 1e9])
 def test_scores_of_any_size(distance):
     """No weight overflows, and the smaller part of far LSEs has none."""
-    o, lse, o2, _ = parts(dtype="float32")
-    got, total = merge(o, lse, o2, lse - distance)
+    (o, lse), (o2, _) = parts(dtype="float32")
+    got, total = merge((o, lse), (o2, lse - distance))
     share = 1 / (1 + np.exp(-distance))
     np.testing.assert_allclose(got, share * o + (1 - share) * o2, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(total, lse + np.log1p(np.exp(-distance)), rtol=1e-6)
-    swapped, _ = merge(o2, lse - distance, o, lse)
+    swapped, _ = merge((o2, lse - distance), (o, lse))
     np.testing.assert_array_equal(got, swapped)
 
 
@@ -149,7 +156,7 @@ def test_cascade_under_vmap():
     o, lse = whole(rows, prefix_k, prefix_v)
     shared = o.reshape(B, T, N, V), lse.reshape(B, T, N)
     own = whole(q, k, v)
-    got = jax.vmap(merge)(*shared, *own)
+    got = jax.vmap(merge)(shared, own)
     keys, values = (
         jnp.concatenate([jnp.repeat(x, B, 0), y], 1) for x, y in ((prefix_k, k), (prefix_v, v))
     )

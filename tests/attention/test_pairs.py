@@ -41,7 +41,7 @@ def check(row, run):
 
 WAYS = {
     "lowered": lambda problem: lowered_triton.differentiated(problem)[0],
-    "interpret": lambda problem: measured(None, None, "interpret", problem, tile_sizes=SMALL),
+    "interpret": lambda problem: measured(None, None, "interpret", problem, config=SMALL),
     "xla": lambda problem: measured(None, None, "xla", problem),
 }
 

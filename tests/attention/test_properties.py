@@ -28,4 +28,4 @@ def test_random_problem_as_accurate_as_dense(number, implementations, kernel_cas
     case, dtype, tiles = draw(number)
     for implementation in implementations:
         sizes = tiles if implementation == "interpret" else None
-        judge(case, dtype, measured(case, dtype, implementation, tile_sizes=sizes), worst=WORST)
+        judge(case, dtype, measured(case, dtype, implementation, config=sizes), worst=WORST)

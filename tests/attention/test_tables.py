@@ -128,7 +128,7 @@ def drawn(table="h", dtype=np.float64, value_mean=0):
 
 def call_of(implementation, table, options):
     """A function of queries, keys, values, slopes and the table."""
-    extra = {"tile_sizes": SMALL} if implementation == "interpret" else {}
+    extra = {"config": SMALL} if implementation == "interpret" else {}
 
     def call(q, k, v, slopes, x, **others):
         return attention(

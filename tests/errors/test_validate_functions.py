@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from support.calls import Row, assert_each, f32, given
 
-from pallas_flash import Predicate, ScoreMod
+from pallas_flash import ScoreMod
+from pallas_flash.masks import Predicate
 
 
 class Unhashable:

@@ -9,7 +9,8 @@ import pytest
 from support.calls import assert_each, f32, i32, inputs, normal, numbers, row_of
 
 import pallas_flash
-from pallas_flash import Predicate, ScoreMod
+from pallas_flash import ScoreMod
+from pallas_flash.masks import Predicate
 
 
 def scaled_by_head(s, b, h, q, k, offset, slope):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.calls import NEWER, Row, assert_each, f32, given, inputs
 
 import pallas_flash
-from pallas_flash import Predicate
+from pallas_flash.masks import Predicate
 
 ONE_OF = (
     "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "

@@ -88,7 +88,7 @@ def bad_dropout():
 
 
 def bad_dropout_masks():
-    valid = dict(key=jax.random.key(0), shape=(1, 2, 3, 4), rate=0.1)
+    valid = dict(dropout_key=jax.random.key(0), shape=(1, 2, 3, 4), dropout_rate=0.1)
     for id, error, fragment, changed in (
         (
             "shape of rank 3",
@@ -99,11 +99,36 @@ def bad_dropout_masks():
         ("shape as an int", TypeError, "[B, N, T, S]; got int 3.", {"shape": 3}),
         ("shape of floats", ValueError, "`shape[2]` must be an int of", {"shape": (1, 2, 3.0, 4)}),
         ("negative shape", ValueError, "of at least 0; got int -1.", {"shape": (1, -1, 3, 4)}),
-        ("rate of 1", ValueError, "`rate` must be at least 0 and less than 1; got", {"rate": 1.0}),
-        ("rate as an array", TypeError, "`rate` must be a number; got", {"rate": jnp.ones(())}),
-        ("no key", TypeError, "`key` must be a jax.random key; got NoneType", {"key": None}),
-        ("no key, rate 0", TypeError, "`key` must be a jax.", {"key": 3, "rate": 0.0}),
-        ("two keys", TypeError, "`key` must be one jax.", {"key": jax.random.split(valid["key"])}),
+        (
+            "rate of 1",
+            ValueError,
+            "`dropout_rate` must be at least 0 and less than 1; got",
+            {"dropout_rate": 1.0},
+        ),
+        (
+            "rate as an array",
+            TypeError,
+            "`dropout_rate` must be a number; got",
+            {"dropout_rate": jnp.ones(())},
+        ),
+        (
+            "no key",
+            TypeError,
+            "`dropout_key` must be a jax.random key; got NoneType",
+            {"dropout_key": None},
+        ),
+        (
+            "no key, rate 0",
+            TypeError,
+            "`dropout_key` must be a jax.",
+            {"dropout_key": 3, "dropout_rate": 0.0},
+        ),
+        (
+            "two keys",
+            TypeError,
+            "`dropout_key` must be one jax.",
+            {"dropout_key": jax.random.split(valid["dropout_key"])},
+        ),
     ):
         yield row_of(
             f"dropout_mask: {id}", pallas_flash.dropout_mask, error, fragment, **valid | changed

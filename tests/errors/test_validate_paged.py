@@ -1,4 +1,4 @@
-"""`paged_attention`, `append_to_pages` and `quantize_pages` refuse wrong calls by a sentence."""
+"""`paged_attention`, `paged.append` and `paged.quantize` refuse wrong calls by a sentence."""
 
 import functools
 
@@ -19,14 +19,14 @@ def call(**changes):
         "query": f32((2, 3, 4, 8)),
         "key_pages": f32((7, 16, 2, 8)),
         "value_pages": f32((7, 16, 2, 8)),
-        "lengths": np.int32([40, 3]),
+        "key_value_seq_lengths": np.int32([40, 3]),
         "page_indices": np.int32([[0, 5, 6], [3, 9, -1]]),
         "implementation": "xla",
     }
     return arguments | changes
 
 
-CU = {"query": f32((6, 4, 8)), "cu_query_lengths": np.int32([0, 3, 6])}
+CU = {"query": f32((6, 4, 8)), "cu_seqlens_q": np.int32([0, 3, 6])}
 INT8 = jnp.ones((7, 16, 2, 8), jnp.int8)
 
 CALLS = {
@@ -63,8 +63,16 @@ CALLS = {
         TypeError,
         "`key_scales` must be float32; got bfloat16.",
     ),
-    "dtype of lengths": (dict(lengths=np.int16([4, 3])), TypeError, "`lengths` must be int32; got"),
-    "no requests": (dict(lengths=np.int32([])), ValueError, "`lengths` must have shape [R] with "),
+    "dtype of lengths": (
+        dict(key_value_seq_lengths=np.int16([4, 3])),
+        TypeError,
+        "`key_value_seq_lengths` must be int32; got",
+    ),
+    "no requests": (
+        dict(key_value_seq_lengths=np.int32([])),
+        ValueError,
+        "`key_value_seq_lengths` must have shape [R] with ",
+    ),
     "dtype of pages' indices": (
         dict(page_indices=np.zeros((2, 3), np.uint8)),
         TypeError,
@@ -77,29 +85,33 @@ CALLS = {
         "number for each page of each request.",
     ),
     "cumulative lengths": (
-        CU | dict(cu_query_lengths=np.int32([0, 3])),
+        CU | dict(cu_seqlens_q=np.int32([0, 3])),
         ValueError,
-        "`cu_query_lengths` must have shape [R + 1] = (3,); got (2,). Give one number for each "
+        "`cu_seqlens_q` must have shape [R + 1] = (3,); got (2,). Give one number for each "
         "request, and the end of the last one.",
     ),
     "decreasing": (
-        CU | dict(cu_query_lengths=np.int32([0, 4, 3])),
+        CU | dict(cu_seqlens_q=np.int32([0, 4, 3])),
         ValueError,
-        "`cu_query_lengths` must not decrease, and must be from 0 to 6, the number of tokens; got ",
+        "`cu_seqlens_q` must not decrease, and must be from 0 to 6, the number of tokens; got ",
     ),
     "beyond the tokens": (
-        CU | dict(cu_query_lengths=np.int32([0, 4, 7])),
+        CU | dict(cu_seqlens_q=np.int32([0, 4, 7])),
         ValueError,
-        "`cu_query_lengths` must not decrease, and must be from 0 to 6, the number of tokens; got ",
+        "`cu_seqlens_q` must not decrease, and must be from 0 to 6, the number of tokens; got ",
     ),
     "long": (
-        dict(lengths=np.int32([49, 3])),
+        dict(key_value_seq_lengths=np.int32([49, 3])),
         ValueError,
-        "`lengths` must be from 0 to the room of a request's pages, 48; got 49.",
+        "`key_value_seq_lengths` must be from 0 to the room of a request's pages, 48; got 49.",
     ),
-    "negative": (dict(lengths=np.int32([4, -3])), ValueError, "`lengths` must be from 0 to the ro"),
+    "negative": (
+        dict(key_value_seq_lengths=np.int32([4, -3])),
+        ValueError,
+        "`key_value_seq_lengths` must be from 0 to the ro",
+    ),
     "page outside": (
-        dict(lengths=np.int32([40, 17])),
+        dict(key_value_seq_lengths=np.int32([40, 17])),
         ValueError,
         "`page_indices` must be from 0 to 6 up to each length; got 9. Give the number of a page of",
     ),
@@ -109,16 +121,16 @@ CALLS = {
         "`page_indices` must be from 0 to 6 up to each length; got 99. Give the number of a page",
     ),
     "shorter than its tokens": (
-        dict(lengths=np.int32([40, 2])),
+        dict(key_value_seq_lengths=np.int32([40, 2])),
         ValueError,
-        "`lengths` must count the new tokens of a request, too, or be 0 where there is no request; "
-        "got 2 for 3 new tokens.",
+        "`key_value_seq_lengths` must count the new tokens of a request, too, or be 0 where there "
+        "is no request; got 2 for 3 new tokens.",
     ),
     "shorter than its ragged tokens": (
-        CU | dict(cu_query_lengths=np.int32([0, 2, 6])),
+        CU | dict(cu_seqlens_q=np.int32([0, 2, 6])),
         ValueError,
-        "`lengths` must count the new tokens of a request, too, or be 0 where there is no request; "
-        "got 3 for 4 new tokens.",
+        "`key_value_seq_lengths` must count the new tokens of a request, too, or be 0 where there "
+        "is no request; got 3 for 4 new tokens.",
     ),
     "soft cap": (dict(logits_soft_cap=-1.0), ValueError, "`logits_soft_cap` must be positive and "),
     "window": (dict(local_window_size=-1), ValueError, "`local_window_size` must not be negative"),
@@ -163,10 +175,21 @@ APPENDED = {
         TypeError,
         "`value_pages` must have the dtype of `key`, float32, or one of int8, float8_e4m3fn; got b",
     ),
-    "length": (dict(lengths=np.int32([49, 3])), ValueError, "`lengths` must be from 0 to the room"),
-    "short length": (dict(lengths=np.int32([40, 1])), ValueError, "`lengths` must count the new "),
+    "length": (
+        dict(key_value_seq_lengths=np.int32([49, 3])),
+        ValueError,
+        "`key_value_seq_lengths` must be from 0 to the room",
+    ),
+    "short length": (
+        dict(key_value_seq_lengths=np.int32([40, 1])),
+        ValueError,
+        "`key_value_seq_lengths` must count the new ",
+    ),
     "page": (
-        dict(lengths=np.int32([34, 3]), page_indices=np.int32([[-1, 99, 6], [3, 9, -1]])),
+        dict(
+            key_value_seq_lengths=np.int32([34, 3]),
+            page_indices=np.int32([[-1, 99, 6], [3, 9, -1]]),
+        ),
         ValueError,
         "`page_indices` must be from 0 to 6 up to each length; got 99. Give the number of a page",
     ),
@@ -208,14 +231,14 @@ def paged_limits():
     for id, (changes, error, said) in CALLS.items():
         yield row_of(f"paged {id}", paged, error, said, **call(**changes))
     for id, (changes, error, said) in APPENDED.items():
-        yield row_of(f"append {id}", pallas_flash.append_to_pages, error, said, **append(**changes))
+        yield row_of(f"append {id}", pallas_flash.paged.append, error, said, **append(**changes))
     for id, ((pages, dtype), said) in QUANTISED.items():
         yield row_of(
-            f"quantize {id}", pallas_flash.quantize_pages, TypeError, said, pages=pages, dtype=dtype
+            f"quantize {id}", pallas_flash.paged.quantize, TypeError, said, pages=pages, dtype=dtype
         )
     yield row_of(
         "quantize nothing",
-        pallas_flash.quantize_pages,
+        pallas_flash.paged.quantize,
         ValueError,
         "`pages` must have no empty axis; got pages.shape=(2, 0, 2, 8).",
         pages=f32((2, 0, 2, 8)),
@@ -270,9 +293,11 @@ def test_the_call_itself_is_served():
 # same results.
 UNUSED = {
     "before a window": dict(page_indices=np.int32([[-1, 99, 6], [3, 9, -1]]), local_window_size=5),
-    "of no request": dict(lengths=np.int32([40, 0]), page_indices=np.int32([[0, 5, 6], [-1] * 3])),
+    "of no request": dict(
+        key_value_seq_lengths=np.int32([40, 0]), page_indices=np.int32([[0, 5, 6], [-1] * 3])
+    ),
     "of no new token": CU
-    | dict(cu_query_lengths=np.int32([0, 6, 6]), page_indices=np.int32([[0, 5, 6], [-1] * 3])),
+    | dict(cu_seqlens_q=np.int32([0, 6, 6]), page_indices=np.int32([[0, 5, 6], [-1] * 3])),
 }
 
 
@@ -281,11 +306,11 @@ def test_unused_pages_may_be_anything(case):
     """As under `jit`, where nothing is known."""
     arguments = append(**UNUSED[case])
     arguments.pop("query", None), arguments.pop("local_window_size", None)
-    if "cu_query_lengths" in arguments:
+    if "cu_seqlens_q" in arguments:
         arguments |= {"key": NEW.reshape(6, 2, 8), "value": NEW.reshape(6, 2, 8)}
     for function, given in (
         (pallas_flash.paged_attention, call(**UNUSED[case])),
-        (pallas_flash.append_to_pages, arguments),
+        (pallas_flash.paged.append, arguments),
     ):
         safe = given | {"page_indices": np.clip(given["page_indices"], 0, 6)}
         got, want = (jax.tree.leaves(function(**x)) for x in (given, safe))
@@ -294,7 +319,7 @@ def test_unused_pages_may_be_anything(case):
 
 
 def test_traced_numbers_are_not_refused():
-    arguments = call(lengths=np.int32([490, -3]))
+    arguments = call(key_value_seq_lengths=np.int32([490, -3]))
     static = {"implementation": arguments.pop("implementation")}
     o = jax.jit(lambda x: pallas_flash.paged_attention(**x, **static))(arguments)
     assert o.shape == (2, 3, 4, 8) and not o[1].any()

@@ -114,7 +114,7 @@ def bad_segments():
 
 def bad_cu_seqlens():
     def ids(id, error, fragment, cu_seqlens, length=5):
-        function = pallas_flash.segment_ids_from_cu_seqlens
+        function = pallas_flash.masks.segment_ids_from_cu_seqlens
         return row_of(id, function, error, fragment, cu_seqlens=cu_seqlens, length=length)
 
     for x in ([0, 2], 3, None):
@@ -138,23 +138,23 @@ def bad_cu_seqlens():
 
 
 def bad_arguments():
-    ends = {"cu_seqlens_q": i32(3), "cu_seqlens_k": i32(3), "q_len": 5, "kv_len": 7}
+    ends = {"cu_seqlens_q": i32(3), "cu_seqlens_kv": i32(3), "q_len": 5, "kv_len": 7}
 
     def arguments(id, error, fragment, **given):
-        function = pallas_flash.arguments_from_cu_seqlens
+        function = pallas_flash.masks.arguments_from_cu_seqlens
         return row_of(f"packed, {id}", function, error, fragment, **ends | given)
 
     yield arguments("lists", TypeError, "`cu_seqlens_q` must be an array; got list [0, 2].",
                     cu_seqlens_q=[0, 2])  # fmt: skip
     yield arguments("keys past the end", ValueError,
-                    "`cu_seqlens_k` must rise from 0 to at most kv_len = 7; got an array of int32",
-                    cu_seqlens_k=np.array([0, 3, 8], np.int32))  # fmt: skip
+                    "`cu_seqlens_kv` must rise from 0 to at most kv_len = 7; got an array of int32",
+                    cu_seqlens_kv=np.array([0, 3, 8], np.int32))  # fmt: skip
     yield arguments("queries past the end", ValueError,
                     "`cu_seqlens_q` must rise from 0 to at most q_len = 5; got an array of int32",
                     cu_seqlens_q=np.array([0, 3, 6], np.int32))  # fmt: skip
     yield arguments("other sequences", ValueError,
-                    "`cu_seqlens_k` must have a sequence for each one of `cu_seqlens_q`; got 3 and "
-                    "2. Repeat", cu_seqlens_k=i32(4))  # fmt: skip
+                    "`cu_seqlens_kv` must have a sequence for each one of `cu_seqlens_q`; got "
+                    "3 and 2. Repeat", cu_seqlens_kv=i32(4))  # fmt: skip
     yield arguments("length", ValueError, "`q_len` must be an int of at least 0; got ", q_len=2.0)
 
 
@@ -163,21 +163,33 @@ def bad_merges():
     x |= dict(o2=x["o"], lse2=x["lse"])
 
     def merge(id, error, fragment, **given):
-        return row_of(f"merge, {id}", pallas_flash.merge, error, fragment, **x | given)
+        y = x | given
+        pairs = given.get("pairs", ((y["o"], y["lse"]), (y["o2"], y["lse2"])))
+        return row_of(f"merge, {id}", lambda pairs: pallas_flash.merge(*pairs), error, fragment,
+                      pairs=pairs)  # fmt: skip
 
-    yield merge("list", TypeError, "`lse` must be an array; got list [0].", lse=[0])
-    yield merge("output of rank 2", ValueError, "`o` must be an output [B, T, N, V] or [T, N, V] "
-                "of `attention`; got float32 of shape (5, 6).", o=jnp.zeros((5, 6)))  # fmt: skip
+    yield merge("nothing", TypeError, "`pairs` must be (output, LSE) of one call or more; got none",
+                pairs=())  # fmt: skip
+    yield merge("no pairs", TypeError, "`pairs[0]` must be a pair (output, LSE); got an array of "
+                "float32 with shape (2, 5, 6, 8).", pairs=(x["o"], x["lse"]))  # fmt: skip
+    yield merge("list", TypeError, "`pairs[0][1]` must be an array; got list [0].", lse=[0])
+    yield merge("output of rank 2", ValueError, "`pairs[0][0]` must be an output [B, T, N, V] or "
+                "[T, N, V] of `attention`; got float32 of shape (5, 6).",
+                o=jnp.zeros((5, 6)))  # fmt: skip
     yield merge("output of ints", ValueError, "got int32 of shape (2, 5, 6, 8). Pass the first",
                 o=i32(2, 5, 6, 8))  # fmt: skip
-    yield merge("other queries", ValueError, "`o2` must have shape (2, 5, 6, 8), for `o` of shape "
-                "(2, 5, 6, 8); got (2, 4, 6, 8).", o2=jnp.zeros((2, 4, 6, 8)))  # fmt: skip
-    yield merge("LSE by heads first", ValueError, "`lse2` must have shape (2, 5, 6), for `o` of "
-                "shape (2, 5, 6, 8); got (2, 6, 5).", lse2=jnp.zeros((2, 6, 5)))  # fmt: skip
-    yield merge("LSE in 16 bits", TypeError, "`lse` must be float32 for `o` in float32; got "
-                "bfloat16. Use `return_lse`", lse=jnp.zeros((2, 5, 6), jnp.bfloat16))  # fmt: skip
-    yield merge("outputs of two dtypes", TypeError, "`o2` must be float32 for `o` in float32; got "
-                "bfloat16. Cast", o2=jnp.zeros((2, 5, 6, 8), jnp.bfloat16))  # fmt: skip
+    yield merge("other queries", ValueError, "`pairs[1][0]` must have shape (2, 5, 6, 8), for a "
+                "first output of shape (2, 5, 6, 8); got (2, 4, 6, 8).",
+                o2=jnp.zeros((2, 4, 6, 8)))  # fmt: skip
+    yield merge("LSE by heads first", ValueError, "`pairs[1][1]` must have shape (2, 5, 6), for a "
+                "first output of shape (2, 5, 6, 8); got (2, 6, 5).",
+                lse2=jnp.zeros((2, 6, 5)))  # fmt: skip
+    yield merge("LSE in 16 bits", TypeError, "`pairs[0][1]` must be float32 for a first output in "
+                "float32; got bfloat16. Use `return_lse`",
+                lse=jnp.zeros((2, 5, 6), jnp.bfloat16))  # fmt: skip
+    yield merge("outputs of two dtypes", TypeError, "`pairs[1][0]` must be float32 for a first "
+                "output in float32; got bfloat16. Cast",
+                o2=jnp.zeros((2, 5, 6, 8), jnp.bfloat16))  # fmt: skip
 
 
 def bad_orders():
@@ -189,7 +201,7 @@ def bad_orders():
     ):
         yield row_of(
             f"balanced order of {length} for {devices}",
-            pallas_flash.balanced_order,
+            pallas_flash.masks.balanced_order,
             ValueError,
             fragment,
             length=length,

@@ -12,9 +12,10 @@ import pytest
 from support.calls import i32, inputs, normal, numbers
 
 import pallas_flash
-from pallas_flash import BlockMask, PrefixLM, ScoreMod, Segments
+from pallas_flash import ScoreMod
 from pallas_flash._arguments.attention import _band, _offset
 from pallas_flash._problem.operands import TokenPositions
+from pallas_flash.masks import BlockMask, PrefixLM, Segments
 
 
 def cast(dtype):

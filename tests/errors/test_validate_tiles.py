@@ -31,14 +31,14 @@ NUMBERS = [
 ]
 # Tiles of "mosaic" that no Hopper GPU has room for, and why.
 TOO_LARGE = [
-    ("forward", tuning.ForwardTile(2, 192), 128, "`tile_sizes.forward` must fit in the GPU's 227"),
-    ("backward", tuning.BackwardTile(128, 4), 64, "`tile_sizes.backward` must fit in the GPU's"),
-    ("dq", tuning.DqTile(3, 128, 4), 128, "`tile_sizes.dq` must fit in the GPU's 227 KiB"),
-    ("forward", tuning.ForwardTile(3, 224), 8, "`tile_sizes.forward` must fit in a thread's 160"),
-    ("dkv", tuning.BackwardTile(128), 128, "`tile_sizes.dkv` must fit in a thread's 240"),
-    ("dq", tuning.DqTile(3, 128), 64, "`tile_sizes.dq` must fit in a thread's 160 registers"),
-    ("backward", tuning.BackwardTile(64), 64, "`tile_sizes.backward` must have 128 queries at"),
-    ("dkv", tuning.BackwardTile(128, 1), 160, "`tile_sizes.dkv` must have 64 queries at head dim"),
+    ("forward", tuning.ForwardTile(2, 192), 128, "`config.forward` must fit in the GPU's 227"),
+    ("backward", tuning.BackwardTile(128, 4), 64, "`config.backward` must fit in the GPU's"),
+    ("dq", tuning.DqTile(3, 128, 4), 128, "`config.dq` must fit in the GPU's 227 KiB"),
+    ("forward", tuning.ForwardTile(3, 224), 8, "`config.forward` must fit in a thread's 160"),
+    ("dkv", tuning.BackwardTile(128), 128, "`config.dkv` must fit in a thread's 240"),
+    ("dq", tuning.DqTile(3, 128), 64, "`config.dq` must fit in a thread's 160 registers"),
+    ("backward", tuning.BackwardTile(64), 64, "`config.backward` must have 128 queries at"),
+    ("dkv", tuning.BackwardTile(128, 1), 160, "`config.dkv` must have 64 queries at head dim"),
 ]
 
 
@@ -48,8 +48,8 @@ def for_hopper(head_dim):
 
 
 def tiles(id, error, fragment, make, *, gpu=None, call=dict, **others):
-    """A row of a call with the `tile_sizes` that `make` returns, or raises at."""
-    return Row(id, lambda: {**call(), "tile_sizes": make(), **others}, error, fragment, gpu=gpu)
+    """A row of a call with the `config` that `make` returns, or raises at."""
+    return Row(id, lambda: {**call(), "config": make(), **others}, error, fragment, gpu=gpu)
 
 
 def sizes_of(**tiles):
@@ -127,16 +127,16 @@ def bad_implementations():
         ("mosaic", triton, "Mosaic"),
     ):
         said = (
-            f"`tile_sizes` must be a pallas_flash.tuning.{wanted} with implementation={asked!r}; "
+            f"`config` must be a pallas_flash.tuning.{wanted} with implementation={asked!r}; "
             f"got {type(x).__name__}("
         )
         yield tiles(f"{x} for {asked}", ValueError, said, lambda x=x: x, implementation=asked)
     for asked in ("xla", "reference"):
-        said = "`tile_sizes` must be None where no kernel takes them; got Triton("
+        said = "`config` must be None where no kernel takes them; got Triton("
         id = f"tile sizes for {asked}"
         yield tiles(id, ValueError, said, lambda: triton, implementation=asked)
     for kernel, x in (("forward", tuning.ForwardTile()), ("backward", tuning.BackwardTile())):
-        said = f"`tile_sizes.{kernel}` must be a tile of who computes that pass, 'interpret'; got "
+        said = f"`config.{kernel}` must be a tile of who computes that pass, 'interpret'; got "
         id, make = f"{kernel} tile of mosaic for others", sizes_of(**{kernel: x})
         yield tiles(id, ValueError, said, make, implementation="interpret")
 
@@ -147,7 +147,7 @@ def too_large():
     deep, call = Tile(64, 64, num_stages=8), functools.partial(inputs, jnp.bfloat16, head_dim=128)
     for kernel in ("forward", "dkv", "dq"):
         for gpu, limit in (("NVIDIA H200", 227), ("NVIDIA A100", 163), ("NVIDIA L4", 99)):
-            said = f"`tile_sizes.{kernel}` must fit in the GPU's {limit} KiB of shared memory; got "
+            said = f"`config.{kernel}` must fit in the GPU's {limit} KiB of shared memory; got "
             id, make = f"{kernel} tile too large for {gpu}", sizes_of(**{kernel: deep})
             yield tiles(id, ValueError, said, make, gpu=gpu, call=call)
     if not NEWER:
@@ -162,13 +162,13 @@ def too_large():
         yield on_hopper(f"{x} for {kernel} at {head_dim}", fragment, head_dim, **{kernel: x})
     yield on_hopper(
         "a tile of others for mosaic",
-        "`tile_sizes.dkv` must be a tile of who computes that pass, 'mosaic'; got Tile(",
+        "`config.dkv` must be a tile of who computes that pass, 'mosaic'; got Tile(",
         128,
         dkv=Tile(64, 64),
     )
     yield on_hopper(
         "cluster with a mask of arrays",
-        "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which ",
+        "`config.forward` must have `cluster_size=1` where arrays or a predicate say which ",
         128,
         {"key_value_seq_lengths": jnp.array([3, 4])},
         forward=tuning.ForwardTile(cluster_size=2),
@@ -184,14 +184,14 @@ def too_large():
     ):
         yield on_hopper(
             f"tile of {kernel} that wide heads do not have",
-            f"`tile_sizes.{kernel}` {fragment}",
+            f"`config.{kernel}` {fragment}",
             320,
             dict(query=q, key=x, value=x),
             **{kernel: tile},
         )
     yield on_hopper(
         "wider values where the output reuses the queries",
-        "`tile_sizes.forward` must have `output_slots` where values are wider than queries; got ",
+        "`config.forward` must have `output_slots` where values are wider than queries; got ",
         8,
         {"value": jnp.zeros((2, 5, 4, 72), jnp.bfloat16)},
         forward=tuning.ForwardTile(output_slots=0),
@@ -200,7 +200,7 @@ def too_large():
 
 def no_tiles():
     tile = Tile(64, 64)
-    said = "`tile_sizes` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; got "
+    said = "`config` must be a pallas_flash.tuning.Triton or a pallas_flash.tuning.Mosaic; got "
     for x in (tile, (64, 64), {"forward": tile}, "large"):
         kind = type(x).__name__
         yield tiles(f"tile sizes as {kind}", TypeError, f"{said}{kind} ", lambda x=x: x)

@@ -39,7 +39,7 @@ def test_cached_tokens_equal_whole_text(options):
     for part in jnp.split(x, [5, 6, 7, 10], axis=1):
         end = start + part.shape[1]
         assert_close(step(layer, part), whole[:, start:end])
-        assert layer.cache_index[...] == end
+        assert layer.cache.lengths[...] == end
         start = end
     # A new one starts anew.
     layer.init_cache((2, 4, FEATURES))
@@ -60,9 +60,9 @@ def test_vmap_maps_the_cache(options):
     @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0))
     def step(parameters, cache, tokens, length):
         layer = nnx.merge(graph, cache, parameters)
-        end = layer.cache_index[...] + length
+        end = layer.cache.lengths[...] + length
         y = layer(tokens, decode=True)
-        layer.cache_index[...] = end
+        layer.cache.lengths[...] = end
         return y[length - 1], nnx.state(layer, nnx.Cache)
 
     whole, examples, lengths = layer(x), jnp.arange(3), jnp.array([2, 7, 1])
@@ -80,23 +80,23 @@ def test_vmap_maps_the_cache(options):
 def test_cache_shape_and_dtype():
     layer, x = self_attention(num_kv_heads=2), normal(1, (2, 1, 3, FEATURES))
     layer.init_cache(x.shape, jnp.bfloat16)
-    assert layer.cached_key.shape == layer.cached_value.shape == (2, 1, 3, 2, 8)
-    assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
+    assert layer.cache.keys.shape == layer.cache.values.shape == (2, 1, 3, 2, 8)
+    assert layer.cache.keys.dtype == layer.cache.values.dtype == jnp.bfloat16
     got = layer(x, decode=True)
     assert got.dtype == x.dtype
     assert 0 < distance(got, layer(x)) < 0.02
     layer.init_cache(x.shape)
-    assert layer.cached_key.dtype == jnp.float32
+    assert layer.cache.keys.dtype == jnp.float32
     layer = with_cache(dtype=jnp.bfloat16)
-    assert layer.cached_key.dtype == layer.cached_value.dtype == jnp.bfloat16
+    assert layer.cache.keys.dtype == layer.cache.values.dtype == jnp.bfloat16
 
 
 def test_refused_call_keeps_cache():
     layer, x = with_cache(implementation="nothing"), normal(1, (2, 3, FEATURES))
     with pytest.raises(ValueError, match="`implementation` must be"):
         layer(x, decode=True)
-    assert layer.cache_index[...] == 0
-    assert not layer.cached_key[...].any()
+    assert layer.cache.lengths[...] == 0
+    assert not layer.cache.keys[...].any()
 
 
 def test_positions_continue_in_cache():

@@ -384,12 +384,12 @@ SEEN = {
     "documents": DOCUMENTS[0][:, None, :, None] == DOCUMENTS[1][:, None, None, :],
     "array": PER_HEAD,
 }
-PREFIX = pallas_flash.PrefixLM(jnp.asarray(PREFIXES))
-PACKED = pallas_flash.Segments(*map(jnp.asarray, DOCUMENTS))
+PREFIX = pallas_flash.masks.PrefixLM(jnp.asarray(PREFIXES))
+PACKED = pallas_flash.masks.Segments(*map(jnp.asarray, DOCUMENTS))
 
 
 def blocks(mask):
-    return pallas_flash.BlockMask.from_mask(mask, Q_LEN, KV_LEN, block_q=2, block_kv=3)
+    return pallas_flash.masks.BlockMask.from_mask(mask, Q_LEN, KV_LEN, block_q=2, block_kv=3)
 
 
 JOINED = {

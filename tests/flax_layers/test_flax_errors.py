@@ -19,8 +19,8 @@ from support.flax_cases import (
 )
 from support.strict import strictly
 
-from pallas_flash import PrefixLM
 from pallas_flash.flax import SelfAttention, apply_rope, attention_fn
+from pallas_flash.masks import PrefixLM
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
 
@@ -307,6 +307,8 @@ def test_strict_switches(x64):
             FEATURES,
             NUM_HEADS,
             num_kv_heads=2,
+            is_causal=True,
+            rope_theta=10_000.0,
             use_bias=True,
             normalize_qk=True,
             use_sinks=True,

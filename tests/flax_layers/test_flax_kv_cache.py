@@ -279,7 +279,7 @@ ERRORS = {
     ),
     "pages without requests": (
         lambda layer: [layer.init_pages(4, 16), decode(layer)],
-        r"`requests` must be \(lengths, page_indices\)",
+        r"`requests` must be \(key_value_seq_lengths, page_indices\)",
     ),
     "pages without a batch": (
         lambda layer: [layer.init_pages(4, 16), layer(X[0], decode=True, requests=REQUESTS)],
@@ -290,7 +290,7 @@ ERRORS = {
             layer.init_pages(4, 16),
             decode(layer, requests=(*REQUESTS, jnp.int32([0, 1, 2]))),
         ],
-        r"`x` must have shape \[tokens, features\] with `cu_query_lengths`; got",
+        r"`x` must have shape \[tokens, features\] with `cu_seqlens_q`; got",
     ),
     "a number for decode": (
         lambda layer: [layer.init_cache((2, 9, 32)), layer(X, decode=1)],

@@ -115,7 +115,7 @@ def test_balanced_order_in_layer(rope_theta):
     x = normal(1, (2, 3, 16, FEATURES))
     segment_ids = jnp.asarray([7] * 5 + [3] * 11)
     want = layer(x, segment_ids=segment_ids)
-    order = pallas_flash.balanced_order(16, 2)
+    order = pallas_flash.masks.balanced_order(16, 2)
     # One for each sequence of a batch axis, and one for all.
     for positions in (order, jnp.broadcast_to(order.astype(jnp.int16), (2, 1, 16))):
         got = layer(
@@ -252,7 +252,7 @@ VARIANTS = {
         visible=lambda t, s: s % 3 != 1,
     ),
     "mask object": Variant(
-        call={"mask": pallas_flash.PrefixLM(jnp.full(6, 5, jnp.int32))},
+        call={"mask": pallas_flash.masks.PrefixLM(jnp.full(6, 5, jnp.int32))},
         visible=lambda t, s: (s <= t) | (s < 5),
     ),
     "lengths": Variant(

@@ -136,7 +136,7 @@ def even_keys(b, h, q_pos, k_pos):
 def test_nnx_module_takes_mask_objects(batch):
     x = normal(1, (*batch, Q_LEN, FEATURES))
     prefix = jnp.arange(math.prod(batch), dtype=jnp.int32) % 4
-    mask = pallas_flash.PrefixLM(prefix) & pallas_flash.Predicate(even_keys)
+    mask = pallas_flash.masks.PrefixLM(prefix) & pallas_flash.masks.Predicate(even_keys)
     t = jnp.arange(Q_LEN)
     dense = causal_mask(Q_LEN, Q_LEN) | (t < prefix[:, None, None, None])
     b, h = jnp.arange(prefix.size)[:, None, None, None], jnp.arange(NUM_HEADS)[:, None, None]

@@ -12,12 +12,13 @@ from support import cases, jaxprs, oracle
 from support.block_classes import assert_classes, of_pairs, of_ranges
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, PrefixLM, Segments
 from pallas_flash._arguments.attention import mask_of
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_objects import Call, MaskArray, fitted
+from pallas_flash._problem.mask_leaves import MaskArray
+from pallas_flash._problem.mask_objects import Call, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
+from pallas_flash.masks import BlockMask, Predicate, PrefixLM, Segments
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
@@ -333,7 +334,7 @@ def inputs(q_len=T, kv_len=S):
 
 @functools.cache
 def compiled(implementation):
-    tiles = {"tile_sizes": TILES} if implementation == "interpret" else {}
+    tiles = {"config": TILES} if implementation == "interpret" else {}
 
     @oracle.compiled
     def run(mask, q, k, v, do):
@@ -494,7 +495,7 @@ LENGTHS = [7, 0, 12, 1]
 def test_ids_from_cu_seqlens():
     ends = np.cumsum([0, *LENGTHS]).astype(np.int32)
     want = [i for i, n in enumerate(LENGTHS) for _ in range(n)] + [len(LENGTHS)] * 15
-    ids = functools.partial(pallas_flash.segment_ids_from_cu_seqlens, length=35)
+    ids = functools.partial(pallas_flash.masks.segment_ids_from_cu_seqlens, length=35)
     for x64 in (False, True):
         with jax.enable_x64(x64):
             for got in (ids(ends), ids(jnp.asarray(ends)), jax.jit(ids)(ends)):
@@ -502,7 +503,7 @@ def test_ids_from_cu_seqlens():
                 assert got.tolist() == want
     assert ids(np.array([0], np.int32)).tolist() == [0] * 35
     assert ids(np.array([0, 35], np.int32)).tolist() == [0] * 35
-    assert pallas_flash.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
+    assert pallas_flash.masks.segment_ids_from_cu_seqlens(int32([0]), 0).shape == (0,)
     rows = jax.vmap(ids)(int32([[0, 3, 35], [0, 5, 9]]))
     assert rows.tolist() == [[0] * 3 + [1] * 32, [0] * 5 + [1] * 4 + [2] * 26]
 
@@ -523,7 +524,7 @@ def test_packed_queries_and_keys_equal_calls_of_their_own(options, traced):
     q, k, v = (jnp.asarray(rng.standard_normal((n, 2, 8)), jnp.float32) for n in (T, S, S))
 
     def call(q, k, v, of_q, of_k):
-        packed = pallas_flash.arguments_from_cu_seqlens(of_q, of_k, T, S)
+        packed = pallas_flash.masks.arguments_from_cu_seqlens(of_q, of_k, T, S)
         return pallas_flash.attention(q, k, v, implementation="xla", **packed, **options)
 
     call = jax.jit(call) if traced else call
@@ -540,7 +541,7 @@ def test_packed_queries_and_keys_equal_calls_of_their_own(options, traced):
 def test_packed_positions_skip_blocks_above_the_diagonal():
     """In each of the sequences: their positions rise along the row."""
     ends = int32([0, 256, 1024]), int32([0, 512, 1024])
-    packed = pallas_flash.arguments_from_cu_seqlens(*ends, 1024, 1024)
+    packed = pallas_flash.masks.arguments_from_cu_seqlens(*ends, 1024, 1024)
     shape = 1, 1, 1024, 1024
     conditions = dict(is_causal=True, **packed)
     mask = mask_of(shape, **conditions)

@@ -11,11 +11,10 @@ import pytest
 from support import cases, oracle
 from support.block_classes import assert_classes, of_pairs, of_ranges
 
-from pallas_flash import Predicate
 from pallas_flash._problem import visibility
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_objects import MaskArray
-from pallas_flash._problem.masks import ArrayLengths, Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.mask_leaves import MaskArray, PredicateLeaf
+from pallas_flash._problem.masks import ArrayLengths, Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Pairs, Positions
 from pallas_flash._problem.traversal import Sparsity, in_tile, visit
 
@@ -41,7 +40,7 @@ def seen_by(leaf, shape):
             conditions = {
                 name: np.broadcast_to(x, batch) for name, x in lengths.items() if x is not None
             }
-        case Segments(query, key_value):
+        case SegmentLeaf(query, key_value):
             conditions = dict(segment_ids=(query, key_value))
         case PositionBand(positions, low, high):
             conditions = dict(
@@ -222,13 +221,13 @@ def seen_in_whole_tiles(leaf, q, kv):
     whole = fill(query, q), fill(key_value, kv)
     if isinstance(leaf, PositionBand):
         return seen_by(dataclasses.replace(leaf, positions=Positions(*whole)), whole_tiles(q, kv))
-    return seen_by(Segments(*whole), whole_tiles(q, kv))
+    return seen_by(SegmentLeaf(*whole), whole_tiles(q, kv))
 
 
 def any_segments(rng, q, kv):
     ends = np.iinfo(np.int32)
     values = np.array([ends.min, -1, 0, 1, ends.max], np.int32)[: rng.integers(1, 6)]
-    return Segments(*(rng.choice(values, (BATCH, t.length)) for t in (q, kv)))
+    return SegmentLeaf(*(rng.choice(values, (BATCH, t.length)) for t in (q, kv)))
 
 
 def packed_segments(rng, q, kv):
@@ -236,7 +235,7 @@ def packed_segments(rng, q, kv):
     count = int(rng.integers(1, 1 + min(q.length, kv.length)))
     every = np.tile(np.arange(count), (BATCH, 1))
     more = (rng.integers(0, count, (BATCH, t.length - count)) for t in (q, kv))
-    return Segments(*(np.sort(np.hstack([every, x])).astype(np.int32) for x in more))
+    return SegmentLeaf(*(np.sort(np.hstack([every, x])).astype(np.int32) for x in more))
 
 
 def any_positions(rng, q, kv):
@@ -339,7 +338,7 @@ def a_mask(array):
             Band(-12, None),
             Lengths(array(np.array([20, 0, 7], np.int32))),
             ArrayLengths(None, 27),
-            Segments(array(ids[:, :20]), array(ids)),
+            SegmentLeaf(array(ids[:, :20]), array(ids)),
             PositionBand(Positions(array(ids[:1, :20]), array(3 * ids)), -5, 6),
         )
     )
@@ -464,8 +463,8 @@ DIAGONALS = [
     (Band(high=0, offset=np.zeros(BATCH, np.int32)), False),
     (Lengths(query=7), False),
     (Lengths(key_value=np.full(BATCH, 7, np.int32)), False),
-    (Segments(np.zeros((BATCH, 20), np.int32)), True),
-    (Segments(np.zeros((BATCH, 20), np.int32), np.zeros((BATCH, 20), np.int32)), False),
+    (SegmentLeaf(np.zeros((BATCH, 20), np.int32)), True),
+    (SegmentLeaf(np.zeros((BATCH, 20), np.int32), np.zeros((BATCH, 20), np.int32)), False),
     (PositionBand(Positions(TOKENS), None, 0), True),
     (PositionBand(Positions(TOKENS), -3, -1), False),
     (PositionBand(Positions(TOKENS, TOKENS), None, 0), False),
@@ -488,7 +487,7 @@ def test_conjunction_sees_diagonal():
 
 def test_segments_with_one_array():
     ids = np.array([[0, 0, 1, 1, 2]] * BATCH, np.int32)
-    one, two = Segments(ids), Segments(ids, ids)
+    one, two = SegmentLeaf(ids), SegmentLeaf(ids, ids)
     assert len(jax.tree.leaves(one)) == 1
     tiling = Tiling(5, 2)
     for a, b in zip(one.kv_range(tiling, tiling), two.kv_range(tiling, tiling), strict=True):
@@ -522,13 +521,16 @@ HIDDEN = {
         lambda random: [MaskArray(Pairs(some(random, 1, 1, T, 1))), Band(None, -4)],
         (1, 1),
     ),
-    "predicate": (lambda random: [Predicate(lambda b, h, q, k: (q * 7 + k * h) % 29 == 3)], (1, N)),
+    "predicate": (
+        lambda random: [PredicateLeaf(lambda b, h, q, k: (q * 7 + k * h) % 29 == 3)],
+        (1, N),
+    ),
 }
 
 
 def segments(random):
     query, key = (jnp.asarray(random.integers(0, 40, (B, n)), jnp.int32) for n in (T, S))
-    return Segments(query, key)
+    return SegmentLeaf(query, key)
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -567,8 +569,8 @@ def test_visibility_needs_little_memory():
     """A program that reads arrays, and one that has no operand but the queries' length."""
 
     def find(query, key):
-        predicate = Predicate(lambda b, h, q, k: (q * 7 + k) % 5 < 2)
-        masks = Mask((Segments(query, key),)), Mask((predicate,))
+        predicate = PredicateLeaf(lambda b, h, q, k: (q * 7 + k) % 5 < 2)
+        masks = Mask((SegmentLeaf(query, key),)), Mask((predicate,))
         shape = (1, 4, query.shape[1], key.shape[1])
         return [
             (visibility.visible_keys(x, shape), visibility.rows_with_keys(x, shape)) for x in masks

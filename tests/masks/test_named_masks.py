@@ -10,7 +10,10 @@ from support import oracle
 from support.block_classes import assert_classes, of_pairs
 
 import pallas_flash
-from pallas_flash import (
+from pallas_flash._arguments.attention import mask_of
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.named_masks import _visits
+from pallas_flash.masks import (
     BlockCausal,
     BlockMask,
     Chunked,
@@ -20,9 +23,6 @@ from pallas_flash import (
     SharedPrefix,
     Tree,
 )
-from pallas_flash._arguments.attention import mask_of
-from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.named_masks import _visits
 
 
 def int32(x):
@@ -235,7 +235,7 @@ def test_continuations_equal_calls_of_their_own():
     """And so do the gradients of all tokens."""
     rng, ends = random(), [0, 6, 11, 16]
     q, k, v, do = jnp.asarray(rng.standard_normal((4, 1, 16, 2, 8)), jnp.float32)
-    ids = pallas_flash.segment_ids_from_cu_seqlens(int32(ends), 16)[None]
+    ids = pallas_flash.masks.segment_ids_from_cu_seqlens(int32(ends), 16)[None]
 
     def packed(q, k, v):
         options = dict(is_causal=True, mask=SharedPrefix(ids), implementation="xla")

@@ -15,7 +15,7 @@ from pallas_flash._problem.operands import Positions
 
 @pytest.mark.parametrize(("length", "devices"), [(2, 1), (48, 3), (64, 8), (20, 5)])
 def test_balanced_order_chunks(length, devices):
-    order = pallas_flash.balanced_order(length, devices)
+    order = pallas_flash.masks.balanced_order(length, devices)
     assert order.dtype == jnp.int32
     chunk = length // (2 * devices)
     for i, tokens in enumerate(np.reshape(order, (devices, 2, chunk))):
@@ -42,7 +42,7 @@ def tiles_of_each_device(order, devices, block):
 
 @pytest.mark.parametrize(("length", "devices", "block"), [(512, 4, 16), (960, 8, 8), (96, 2, 16)])
 def test_balanced_order_blocks_per_device(length, devices, block):
-    order = pallas_flash.balanced_order(length, devices)
+    order = pallas_flash.masks.balanced_order(length, devices)
     counts = tiles_of_each_device(order, devices, block)
     # A tile for each step of the ring, in which a tile may meet the end of a chunk.
     assert max(counts) - min(counts) <= 1

@@ -13,7 +13,7 @@ from support import cases
 from support.strict import strictly
 
 import pallas_flash
-from pallas_flash import BlockMask, Predicate, PrefixLM
+from pallas_flash.masks import BlockMask, Predicate, PrefixLM
 
 matplotlib.use("Agg")
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -98,7 +98,7 @@ def test_image_is_the_mask(name):
     case, images = CASES[name], []
     broadcast = case.get("segment_ids") is not None
     for b, h in ((0, 0), (0 if broadcast else 1, 2)):
-        [image] = pallas_flash.plot_mask(**case, b=b, h=h).images
+        [image] = pallas_flash.masks.plot(**case, b=b, h=h).images
         np.testing.assert_array_equal(image.get_array(), attended(b, h, case))
         # Row 0 is drawn at the top, and pixel (row, column) at (column, row).
         assert list(image.get_extent()) == [-0.5, S - 0.5, T - 0.5, -0.5]
@@ -146,7 +146,7 @@ def test_blocks_are_colored_by_class(name, blocks):
     block_q, block_kv = blocks
     # Another batch element and head than the first ones, which must not stand for all.
     at = {"b": 0 if name == "segments" else 1, "h": 2}
-    ax = pallas_flash.plot_mask(**CASES[name], **at, block_q=block_q, block_kv=block_kv)
+    ax = pallas_flash.masks.plot(**CASES[name], **at, block_q=block_q, block_kv=block_kv)
     seen, [mesh] = np.asarray(ax.images[0].get_array()), ax.collections
     classes = np.asarray(mesh.get_array())
     rows, columns = range(0, T, block_q), range(0, S, block_kv)
@@ -174,37 +174,37 @@ CONSERVATIVE = {"predicate", "blocks", "blocks of a mask", "joined", "segments"}
 
 
 def test_colors_tell_classes_and_pairs():
-    ax = pallas_flash.plot_mask(q_len=12, kv_len=12, is_causal=True, block_q=4, block_kv=4)
+    ax = pallas_flash.masks.plot(q_len=12, kv_len=12, is_causal=True, block_q=4, block_kv=4)
     [mesh] = ax.collections
     np.testing.assert_array_equal(mesh.get_array(), [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
     assert list(occurring(ax)) == list(NAMES.values())
 
 
 def test_legend_omits_colors_that_do_not_occur():
-    ax = pallas_flash.plot_mask(jnp.arange(8)[None] < jnp.full((8, 1), 4), block_q=4, block_kv=4)
+    ax = pallas_flash.masks.plot(jnp.arange(8)[None] < jnp.full((8, 1), 4), block_q=4, block_kv=4)
     assert list(legend(ax)) == list(occurring(ax)) == ["empty block", "full block"]
 
 
 def test_legend_is_absent_without_tiles():
-    ax = pallas_flash.plot_mask(q_len=12, kv_len=12, is_causal=True)
+    ax = pallas_flash.masks.plot(q_len=12, kv_len=12, is_causal=True)
     assert ax.get_legend() is None and not ax.collections
 
 
 def test_ragged_block_is_partial():
-    ax = pallas_flash.plot_mask(q_len=6, kv_len=6, block_q=4, block_kv=4)
+    ax = pallas_flash.masks.plot(q_len=6, kv_len=6, block_q=4, block_kv=4)
     np.testing.assert_array_equal(ax.collections[0].get_array(), [[2, 1], [2, 1]])
 
 
 def test_draws_into_given_axes():
     _, (left, right) = plt.subplots(1, 2)
-    assert pallas_flash.plot_mask(q_len=3, kv_len=3, ax=right) is right
+    assert pallas_flash.masks.plot(q_len=3, kv_len=3, ax=right) is right
     assert right.images
     assert not left.images
     assert (right.get_xlabel(), right.get_ylabel()) == ("key", "query")
 
 
 def plot(*args, **kwargs):
-    return lambda: pallas_flash.plot_mask(*args, **kwargs)
+    return lambda: pallas_flash.masks.plot(*args, **kwargs)
 
 
 ERRORS = {
@@ -237,7 +237,7 @@ ERRORS = {
         r"`key_value_seq_lengths` must have shape \[B\] = \(2,\); got \(1,\)",
     ),
     "grid": (
-        plot(pallas_flash.Neighborhood(4, 2)),
+        plot(pallas_flash.masks.Neighborhood(4, 2)),
         TypeError,
         "`Neighborhood.grid` must be a tuple of ints; got int 4",
     ),
@@ -260,35 +260,35 @@ def test_error(case):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"`plot_mask` must have matplotlib.*pip install"):
-        pallas_flash.plot_mask(q_len=3, kv_len=3)
+    with pytest.raises(ImportError, match=r"`masks.plot` must have matplotlib.*pip install"):
+        pallas_flash.masks.plot(q_len=3, kv_len=3)
 
 
 def test_draws_the_same_under_x64():
     with jax.enable_x64(True):
-        [image] = pallas_flash.plot_mask(**CASES["blocks"]).images
+        [image] = pallas_flash.masks.plot(**CASES["blocks"]).images
     np.testing.assert_array_equal(image.get_array(), attended(0, 0, CASES["blocks"]))
 
 
 def test_classes_of_each_head():
     by_head = jnp.broadcast_to(jnp.arange(N)[:, None, None] == 2, (N, 8, 8))
     for h in range(N):
-        [mesh] = pallas_flash.plot_mask(by_head, h=h, block_q=4, block_kv=4).collections
+        [mesh] = pallas_flash.masks.plot(by_head, h=h, block_q=4, block_kv=4).collections
         assert np.all(mesh.get_array() == (2 if h == 2 else 0))
 
 
 def test_sizes_from_conjunction():
     by_head = random(N, T, S)
     # So does the mask that a BlockMask keeps.
-    [image] = pallas_flash.plot_mask(BlockMask.from_mask(by_head, T, S).mask, h=N - 1).images
+    [image] = pallas_flash.masks.plot(BlockMask.from_mask(by_head, T, S).mask, h=N - 1).images
     np.testing.assert_array_equal(image.get_array(), by_head[N - 1])
-    [image] = pallas_flash.plot_mask(by_head & Predicate(banded, WIDTH), h=N - 1).images
+    [image] = pallas_flash.masks.plot(by_head & Predicate(banded, WIDTH), h=N - 1).images
     assert image.get_array().shape == (T, S)
     with pytest.raises(ValueError, match=r"`h` must be in 0 .. 2 .*; got 3"):
-        pallas_flash.plot_mask(by_head & Predicate(banded, WIDTH), h=N)
+        pallas_flash.masks.plot(by_head & Predicate(banded, WIDTH), h=N)
 
 
 def test_sizes_from_segments():
     ids = jnp.asarray([[0, 0, 1, 1], [0, 1, 1, 1]], jnp.int32)
-    [image] = pallas_flash.plot_mask(pallas_flash.Segments(ids), b=1).images
+    [image] = pallas_flash.masks.plot(pallas_flash.masks.Segments(ids), b=1).images
     np.testing.assert_array_equal(image.get_array(), ids[1][:, None] == ids[1][None])

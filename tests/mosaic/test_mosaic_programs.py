@@ -25,7 +25,6 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash import BlockMask
 from pallas_flash._backends.mosaic import (
     backward_common,
     backward_splits,
@@ -35,6 +34,7 @@ from pallas_flash._backends.mosaic import (
 from pallas_flash._backends.mosaic.forward_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
+from pallas_flash.masks import BlockMask
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
 from scripts.benchmark import results

@@ -158,7 +158,7 @@ def test_token_by_token_equals_the_forward(options, implementation):
 
     @jax.jit
     def step(pages, q, k, v, lengths):
-        pages = pallas_flash.append_to_pages(*pages, k, v, lengths, table)
+        pages = pallas_flash.paged.append(*pages, k, v, lengths, table)
         return pages, paged(q, *pages, lengths, table, implementation=implementation, **options)
 
     start = 0
@@ -295,7 +295,7 @@ def test_strict_switches_and_64_bits(implementation):
     with strictly(x64=True, leaks=True):
         each = jax.jit(call)(q, k, v, *rest)
         flat = jax.jit(call)(q.reshape(6, 4, 16), k, v, *rest, np.int32([0, 2, 4, 6]))
-        new = jax.jit(pallas_flash.append_to_pages)(k, v, q[:, :, :2], q[:, :, :2], *rest)
+        new = jax.jit(pallas_flash.paged.append)(k, v, q[:, :, :2], q[:, :, :2], *rest)
         assert each.dtype == jnp.float32 and new[0].shape == k.shape
     np.testing.assert_allclose(each.reshape(flat.shape), flat, atol=1e-6)
 

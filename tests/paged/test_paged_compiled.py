@@ -29,7 +29,7 @@ def shaped(*shape, dtype=jnp.int32):
 
 
 def arguments(head_dim, page_size, cache, *, tokens, dtype=jnp.bfloat16, new=False):
-    """Shapes of a call; `new` for `append_to_pages`, whose new tokens have the heads of keys."""
+    """Shapes of a call; `new` for `paged.append`, whose new tokens have the heads of keys."""
     pages = shaped(PAGES, page_size, K, head_dim, dtype=cache)
     query = shaped(tokens, K if new else N, head_dim, dtype=dtype)
     scales = {}
@@ -47,7 +47,7 @@ def attend(key_pages, value_pages, query, requests, scales):
 
 
 def append(key_pages, value_pages, new, requests, scales):
-    return pallas_flash.append_to_pages(key_pages, value_pages, new, new, *requests, **scales)
+    return pallas_flash.paged.append(key_pages, value_pages, new, new, *requests, **scales)
 
 
 def compiled(function, shapes, donated=()):

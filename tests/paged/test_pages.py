@@ -7,7 +7,7 @@ import pytest
 from support.paged_cases import dequantised
 
 import pallas_flash
-from pallas_flash import append_to_pages, quantize_pages
+from pallas_flash.paged import append, quantize
 
 QUANTISED = jnp.int8, jnp.float8_e4m3fn
 TABLE = jnp.int32([[4, 1, 9], [0, 7, 9], [2, -1, 9]])
@@ -32,7 +32,7 @@ def test_tokens_are_written_at_their_positions():
     """Chunks of two requests, and none of the third."""
     k, v = tokens(9)
     rest = jnp.int32([18, 5, 4]), TABLE, jnp.int32([0, 6, 8, 8])
-    new = append_to_pages(*caches(), k, v, *rest)
+    new = append(*caches(), k, v, *rest)
     places = [(4, 12), (4, 13), (4, 14), (4, 15), (1, 0), (1, 1), (0, 3), (0, 4)]
     for x, cache, old in zip((k, v), new, caches(), strict=True):
         assert written(old, cache) == sorted(places)
@@ -59,7 +59,7 @@ def test_tokens_without_a_place_are_dropped(case, cache):
     if cache != jnp.float32:
         scales = dict.fromkeys(("key_scales", "value_scales"), jnp.full((PAGES, K, SIZE), 9.0))
     rest = jnp.int32(lengths), jnp.asarray(table, jnp.int32)
-    new = jax.jit(append_to_pages)(*old, *tokens(3, 3), *rest, **scales)
+    new = jax.jit(append)(*old, *tokens(3, 3), *rest, **scales)
     for before, after in zip((*old, *scales.values()), new, strict=True):
         before, after = (np.asarray(x, float) for x in (before, after))
         if before.ndim == 3:
@@ -70,15 +70,15 @@ def test_tokens_without_a_place_are_dropped(case, cache):
 @pytest.mark.parametrize("dtype", QUANTISED, ids=lambda x: jnp.dtype(x).name)
 @pytest.mark.parametrize("per_head", [False, True], ids=["token", "head"])
 def test_quantised_tokens_are_written(dtype, per_head):
-    """They are those of `quantize_pages`, and their scales are beside them."""
+    """They are those of `paged.quantize`, and their scales are beside them."""
     new = list(tokens(3, 1))
     cache, scales, want = caches(dtype), [], []
     for x in new:
-        scale = quantize_pages(x, dtype, per_head=per_head)[1]
-        want.append(quantize_pages(x, dtype, per_head=per_head)[0])
+        scale = quantize(x, dtype, per_head=per_head)[1]
+        want.append(quantize(x, dtype, per_head=per_head)[0])
         scales.append(scale if per_head else jnp.full((PAGES, K, SIZE), 3.0))
     lengths = jnp.int32([17, 1, 16])
-    keys, values, *after = append_to_pages(
+    keys, values, *after = append(
         *cache, *new, lengths, TABLE, key_scales=scales[0], value_scales=scales[1]
     )
     for x, pages, numbers, scale, before in zip(
@@ -88,14 +88,14 @@ def test_quantised_tokens_are_written(dtype, per_head):
             np.testing.assert_array_equal(pages[place].astype(float), numbers[r, 0].astype(float))
             if not per_head:
                 of_token = scale[place[0], :, place[1]]
-                np.testing.assert_allclose(of_token, quantize_pages(x, dtype)[1][r, :, 0])
+                np.testing.assert_allclose(of_token, quantize(x, dtype)[1][r, :, 0])
         assert (np.asarray(scale) != np.asarray(before)).sum() == (0 if per_head else 3 * K)
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["token", "head"])
 def test_error_of_int8(per_head):
     x = jax.random.normal(jax.random.key(0), (5, SIZE, K, H)) * jnp.array([1e-3, 40])[:, None]
-    numbers, scales = quantize_pages(x, jnp.int8, per_head=per_head)
+    numbers, scales = quantize(x, jnp.int8, per_head=per_head)
     assert numbers.shape == x.shape and scales.shape == ((K,) if per_head else (5, K, SIZE))
     largest = np.abs(x).max((0, 1, 3) if per_head else 3)[..., None]
     error = np.abs(dequantised(numbers, scales) - np.asarray(x, np.float64))
@@ -106,7 +106,7 @@ def test_error_of_int8(per_head):
 @pytest.mark.parametrize("per_head", [False, True], ids=["token", "head"])
 def test_error_of_float8(per_head):
     x = jax.random.normal(jax.random.key(0), (5, SIZE, K, H)) * jnp.array([1e-3, 40])[:, None]
-    numbers, scales = quantize_pages(x, jnp.float8_e4m3fn, per_head=per_head)
+    numbers, scales = quantize(x, jnp.float8_e4m3fn, per_head=per_head)
     largest = np.abs(x).max((0, 1, 3) if per_head else 3)[..., None]
     error = np.abs(dequantised(numbers, scales) - np.asarray(x, np.float64))
     limit = np.maximum(np.abs(x) / 16, largest * 2.0**-18)
@@ -119,7 +119,7 @@ def test_tiny_numbers_stay_finite(dtype):
     """A scale of 1e-37 / 448 is no normal float32, and XLA for CPUs makes it zero."""
     largest = np.float32([0, 1e-44, 1e-37, 1e-30])
     x = jnp.zeros((1, 4, K, H)).at[..., 0].set(largest[:, None])
-    error = np.abs(dequantised(*quantize_pages(x, dtype)) - np.asarray(x, np.float64))
+    error = np.abs(dequantised(*quantize(x, dtype)) - np.asarray(x, np.float64))
     assert (error <= np.maximum(largest / 16, 1e-36)[:, None, None]).all()
 
 
@@ -133,7 +133,7 @@ def test_error_of_attention(dtype):
     q = jax.random.normal(jax.random.key(1), (1, 4, 4, 64))
     rest = jnp.int32([500]), jnp.arange(32, dtype=jnp.int32)[None]
     want = pallas_flash.paged_attention(q, keys, values, *rest, implementation="xla")
-    (k, k_scales), (v, v_scales) = (quantize_pages(x, dtype) for x in (keys, values))
+    (k, k_scales), (v, v_scales) = (quantize(x, dtype) for x in (keys, values))
     o = pallas_flash.paged_attention(
         q, k, v, *rest, key_scales=k_scales, value_scales=v_scales, implementation="xla"
     )
@@ -144,5 +144,5 @@ def test_error_of_attention(dtype):
 
 def test_zeros_have_no_error():
     for dtype in QUANTISED:
-        numbers, scales = quantize_pages(jnp.zeros((2, SIZE, K, H)), dtype)
+        numbers, scales = quantize(jnp.zeros((2, SIZE, K, H)), dtype)
         assert not numbers.astype(float).any() and (scales == 1).all()

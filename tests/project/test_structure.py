@@ -25,8 +25,6 @@ from support.repository import (
 import pallas_flash
 import pallas_flash.flax
 from pallas_flash._call import attention
-from pallas_flash._problem.mask_objects import Joinable
-from pallas_flash._problem.masks import NumberLeaf
 
 # ------------------------------------------------------------------------------------------------
 # Imports.
@@ -37,7 +35,7 @@ LAYERS = """
 scripts*
 models*
 __main__
-__init__ tune tuning flax*
+__init__ masks paged tuning flax*
 _call*
 _selection*
 _arguments*
@@ -160,7 +158,7 @@ OWN = {
     "precision",
     "return_lse",
     "return_max_logits",
-    "tile_sizes",
+    "config",
     "reproducible",
     "sequence_axis",
     "context_parallelism",
@@ -200,12 +198,8 @@ def test_overloads_have_the_keywords_of_attention():
 
 def without_docstring(thing):
     """Yield the names of a public thing and of its methods that have no docstring."""
-    # The base classes of mask objects say what their methods do.
-    bases = {*dir(Joinable), *dir(NumberLeaf)}
     methods = [
-        x
-        for key, x in vars(thing).items()
-        if inspect.isclass(thing) and not key.startswith("_") and key not in bases
+        x for key, x in vars(thing).items() if inspect.isclass(thing) and not key.startswith("_")
     ]
     for x in [thing, *filter(callable, methods)]:
         # A dataclass without one is given its signature.

@@ -5,7 +5,8 @@ from typing import Any, assert_type
 
 import jax
 
-from pallas_flash import Explanation, Predicate, PrefixLM, ScoreMod, attention, explain, tuning
+from pallas_flash import Explanation, ScoreMod, attention, explain, merge, tuning
+from pallas_flash.masks import Predicate, PrefixLM
 
 Pair = tuple[jax.Array, jax.Array]
 Several = tuple[jax.Array, ...]
@@ -25,17 +26,18 @@ def results(q: jax.Array, flag: bool):
     assert_type(attention(q, q, q, return_lse=True, return_max_logits=True), Several)
     assert_type(attention(q, q, q, return_lse=flag, return_max_logits=True), Several)
     assert_type(attention(q, q, q, return_max_logits=flag), jax.Array | Several)
+    pair = attention(q, q, q, return_lse=True)
+    assert_type(merge(pair, pair, pair), Pair)
+    merge(*pair)  # pyright: ignore[reportArgumentType]
     _o, _max_logits = attention(q, q, q, return_max_logits=True)
     _o, _lse, _max_logits = attention(q, q, q, return_lse=True, return_max_logits=True)
 
 
 def arguments(q: jax.Array):
-    mask = Predicate(fn, (q,)) & PrefixLM(q)
+    mask = Predicate(fn, (q,)) & q | ~PrefixLM(q)
     assert_type(attention(q, q, q, q, mask, score_mod=fn), jax.Array)
     assert_type(attention(q, q, q, mask=Predicate(fn), score_mod=ScoreMod(fn, (q,))), jax.Array)
-    assert_type(
-        attention(q, q, q, tile_sizes=tuning.Triton(forward=tuning.Tile(64, 64))), jax.Array
-    )
+    assert_type(attention(q, q, q, config=tuning.Triton(forward=tuning.Tile(64, 64))), jax.Array)
     attention(q, q, q, is_casual=True)  # pyright: ignore[reportCallIssue]
     attention(q, q, q, score_mod=3)  # pyright: ignore[reportCallIssue, reportArgumentType]
     tuning.Mosaic(forward=tuning.Tile(64, 64))  # pyright: ignore[reportArgumentType]

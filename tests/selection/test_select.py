@@ -57,7 +57,7 @@ OPTIONS = {
     "largest heads": lambda: dict.fromkeys(("query", "key", "value"), array(8, 256)),
     "bias": lambda: {"bias": jnp.zeros((8, 8))},
     "mask": lambda: {"mask": jnp.ones((8, 8), bool)},
-    "mask object": lambda: {"mask": pallas_flash.PrefixLM(jnp.zeros(1, jnp.int32))},
+    "mask object": lambda: {"mask": pallas_flash.masks.PrefixLM(jnp.zeros(1, jnp.int32))},
     "soft cap": lambda: {"logits_soft_cap": 3.0},
     "sinks": lambda: {"sinks": jnp.zeros(2)},
     "slopes": lambda: {"alibi_slopes": jnp.zeros(2)},
@@ -335,7 +335,7 @@ def test_explain_takes_shapes():
     arguments = inputs(
         query_seq_lengths=jnp.ones(1, jnp.int32),
         query_offset=jnp.zeros(1, jnp.int32),
-        mask=pallas_flash.PrefixLM(jnp.ones(1, jnp.int32)),
+        mask=pallas_flash.masks.PrefixLM(jnp.ones(1, jnp.int32)),
         bias=jnp.zeros((8, 1)),
         sinks=jnp.zeros(2),
         dropout_key=jax.random.key(0),
@@ -386,9 +386,9 @@ def test_the_reference_runs_no_plan(plans):
 
 def test_tile_sizes_are_ignored_only_where_the_choice_is_automatic():
     sizes = TileSizes(forward=Tile(16, 16))
-    trace(tile_sizes=sizes)
-    with pytest.raises(ValueError, match="`tile_sizes` must be None where no kernel takes them"):
-        trace(tile_sizes=sizes, implementation="xla")
+    trace(config=sizes)
+    with pytest.raises(ValueError, match="`config` must be None where no kernel takes them"):
+        trace(config=sizes, implementation="xla")
 
 
 # ------------------------------------------------------------------------------------------------

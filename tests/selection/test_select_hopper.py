@@ -7,9 +7,9 @@ from support.described_gpus import described_gpu
 from support.select_fixtures import no_warning_given_yet, without_triton  # noqa: F401  Tests name them by their arguments.
 
 import pallas_flash
-from pallas_flash import BlockMask, Chunked, Predicate
 from pallas_flash._jax import compat
 from pallas_flash._selection import resolve
+from pallas_flash.masks import BlockMask, Chunked, Predicate
 from pallas_flash.tuning import BackwardTile, Tile, TileSizes
 
 
@@ -272,7 +272,7 @@ def test_each_pass_is_chosen_by_its_own_times(newer_jax, monkeypatch):
             "not known to be faster",
         ),
         (dict(mask=~Chunked(64), length=1024, head_dim=64), "not known to be faster"),
-        (dict(tile_sizes=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
+        (dict(config=TileSizes(forward=Tile(64, 64))), "The call gives tile sizes"),
         (
             dict(score_mod=lambda s, b, h, q, k: jnp.floor(s)),
             "Pallas cannot lower `floor` in `score_mod` to Mosaic GPU.",
@@ -352,8 +352,8 @@ BIAS = dict(bias=jnp.zeros((1, 1, 1, 8192), jnp.bfloat16))
         (BIAS | dict(implementation="mosaic"), False, ("mosaic", "mosaic")),
         (BIAS | dict(implementation="triton"), True, ("triton", "triton")),
         (BIAS | dict(dtype=jnp.float32), True, ("triton", "triton")),
-        (BIAS | dict(tile_sizes=TileSizes(dkv=BackwardTile(64, 2))), False, ("mosaic", "mosaic")),
-        (BIAS | dict(tile_sizes=TileSizes(dq=Tile(64, 64))), True, ("triton", "triton")),
+        (BIAS | dict(config=TileSizes(dkv=BackwardTile(64, 2))), False, ("mosaic", "mosaic")),
+        (BIAS | dict(config=TileSizes(dq=Tile(64, 64))), True, ("triton", "triton")),
         ({}, False, ("mosaic", "mosaic")),
     ],
     ids=told,
@@ -376,7 +376,7 @@ SLOPES = dict(alibi_slopes=jnp.ones(16))
         (SLOPES, "triton", "triton"),
         (SLOPES | dict(implementation="triton"), "triton", "triton"),
         (SLOPES | dict(implementation="xla"), "xla", "xla"),
-        (SLOPES | dict(tile_sizes=TileSizes(dq=Tile(64, 32))), "triton", "triton"),
+        (SLOPES | dict(config=TileSizes(dq=Tile(64, 32))), "triton", "triton"),
         (dict(alibi_slopes=jnp.ones(4), head_dim=512), "xla", "xla"),
     ],
     ids=told,
@@ -386,7 +386,7 @@ def test_plan_says_who_computes_tables_and_tangents(newer_jax, options, tables, 
     for x, by in (plan.tables, tables), (plan.tangents, tangents):
         assert x.implementation == by
         assert [*x.tiles.given] == ["dq"] * (by == "triton")
-        assert x.tiles == options.get("tile_sizes", x.tiles)
+        assert x.tiles == options.get("config", x.tiles)
     assert ("tables" in on_hopper(**options).tiles) == (tables == "triton")
 
 

@@ -20,12 +20,13 @@ from support import cases, eight_devices, meshes, oracle
 from support.compare import assert_close, assert_same_bits
 from support.meshes import make_mesh, put
 
-from pallas_flash import attention, balanced_order
+from pallas_flash import attention
 from pallas_flash._backends import xla
 from pallas_flash._execution import lowered_once
 from pallas_flash._execution.context import choice, gather
 from pallas_flash._execution.plan import Plan
 from pallas_flash._problem.masks import PositionBand
+from pallas_flash.masks import balanced_order
 from pallas_flash.tuning import Tile, TileSizes
 
 KINDS = *meshes.KINDS, "manual"
@@ -142,7 +143,7 @@ def computed(problem, method, axes, kind, implementation):
     mesh, rows = make_mesh(axes, kind), rows_spec(axes)
     options = jax.tree.map(lambda x: put(x, mesh, P()) if isinstance(x, jax.Array) else x, options)
     operands, rest = oracle.split(options)
-    tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+    tiles = {"config": TILE_SIZES} if implementation == "interpret" else {}
     with jax.set_mesh(mesh):
         run = call_of(
             kind, axes, mesh, operands, rest,
@@ -311,7 +312,7 @@ def check_layers(kind):
     # The gradient of a bias of keys is zero but for rounding.
     shared = dict(use_bias=False, rngs=nnx.Rngs(0))
     theirs = nnx.MultiHeadAttention(4, 32, decode=False, attention_fn=attention_fn, **shared)
-    ours = SelfAttention(32, 4, is_causal=True, **shared)
+    ours = SelfAttention(32, 4, is_causal=True, rope_theta=10_000.0, **shared)
     for layer in (theirs, ours):
         graph, state = nnx.split(layer)
 
@@ -342,7 +343,8 @@ def check_layers_in_a_shard_map(kind):
             return attention_fn(*args, **kwargs)
 
         yield nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=call)
-        yield SelfAttention(32, 4, rngs=nnx.Rngs(0), **options)
+        own = dict(is_causal=True, rope_theta=10_000.0)
+        yield SelfAttention(32, 4, **own, rngs=nnx.Rngs(0), **options)
 
     inside = dict(sequence_axis="sequence", context_parallelism="gather")
     for whole, shared in zip(layers(), layers(**inside), strict=True):
@@ -538,12 +540,13 @@ def not_elsewhere(*how):
 
 ROUNDED = ";".join(f"{name}@bfloat16" for name in ("full", "bias of queries, in 16 bits"))
 IN_ORDER = ";".join(f"balanced, {name}" for name in ("causal", "bias of keys", EVERYTHING))
+# Numbers of tokens that follow from their positions, which begin anew on no device.
+OF_NUMBERS = "chunked, causal;blocks of chunks;block-causal;neighborhood"
 TABLE = [
     *FIRST,
     (f"balanced, {EVERYTHING}", "ring", "2 x 4", "auto", "xla"),
     (IN_ORDER, "ring", "1 x 8", "manual", "xla"),
-    # Numbers of tokens that follow from their positions, which begin anew on no device.
-    ("chunked, causal;block-causal;neighborhood", "ring", "1 x 4", "manual", "xla"),
+    (OF_NUMBERS, "ring", "1 x 4", "manual", "xla"),
     (f"causal;{EVERYTHING}", "ring", "2 x 4", "auto", LOWERED_ONCE),
     (IN_ORDER, "ring", "2 x 2 x 2", "explicit", "xla"),
     ("balanced, causal", "ring", "2 x 4", "explicit", "interpret"),

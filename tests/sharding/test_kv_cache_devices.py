@@ -134,7 +134,8 @@ def check_pages(kind, dtype):
 def check_layer(kind):
     """`SelfAttention` with replicated parameters and a batch that devices share."""
     mesh = make_mesh(AXES, kind)
-    layer = SelfAttention(32, num_heads=4, implementation="xla", rngs=nnx.Rngs(0))
+    options = dict(is_causal=True, rope_theta=10_000.0, implementation="xla")
+    layer = SelfAttention(32, num_heads=4, **options, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (B, T, 32))
     whole = np.asarray(layer(x))
     with jax.set_mesh(mesh):

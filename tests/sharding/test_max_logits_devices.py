@@ -16,8 +16,9 @@ from support.compare import assert_same_bits
 from support.judge import judge_max_logits
 from support.meshes import make_mesh, put
 
-from pallas_flash import attention, balanced_order
+from pallas_flash import attention
 from pallas_flash._execution.context import METHODS
+from pallas_flash.masks import balanced_order
 
 AXES = {"batch": 2, "sequence": 2, "heads": 2}
 ROWS = P(*AXES)

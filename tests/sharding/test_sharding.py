@@ -21,26 +21,20 @@ from support.described_gpus import described_gpu, described_mesh
 from support.meshes import KINDS, collectives, put
 from support.transform_cases import FLOATS, Sizes, draw_all
 
-from pallas_flash import (
-    Tree,
-    append_to_pages,
-    arguments_from_cu_seqlens,
-    attention,
-    merge,
-    paged_attention,
-)
+from pallas_flash import attention, merge, paged_attention
 from pallas_flash._backends import xla
 from pallas_flash._execution import partition, tangents
 from pallas_flash._execution.partition import auto, shards
-from pallas_flash._problem import mask_objects
 from pallas_flash._problem.dropout import Dropout
-from pallas_flash._problem.mask_objects import BlockMask, MaskArray, Predicate, PrefixLM
-from pallas_flash._problem.masks import Band, Lengths, Mask, PositionBand, Segments
+from pallas_flash._problem.mask_leaves import BlockLeaf, MaskArray, PredicateLeaf, PrefixLeaf
+from pallas_flash._problem.masks import Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Pairs, Positions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.score_mod import ScoreMod
 from pallas_flash._problem.scores import Scores
 from pallas_flash.flax import apply_rope
+from pallas_flash.masks import BlockMask, Predicate, Segments, Tree, arguments_from_cu_seqlens
+from pallas_flash.paged import append
 from pallas_flash.tuning import Tile, TileSizes
 
 AXES = {"batch": 2, "heads": 4}
@@ -74,7 +68,7 @@ def draw(num_kv_heads: int, *names: str, num_heads: int = N) -> dict:
 
 
 def call(implementation: str, **options):
-    tiles = {"tile_sizes": TILE_SIZES} if implementation == "interpret" else {}
+    tiles = {"config": TILE_SIZES} if implementation == "interpret" else {}
     return functools.partial(attention, implementation=implementation, **(tiles | options))
 
 
@@ -330,7 +324,7 @@ def check_indices_are_those_of_the_whole_call(kind, calls=(("xla", None),)):
     for implementation, tiles in calls:
 
         def make(by, tiles=tiles):
-            return gradients(by, **options, tile_sizes=None if by == "reference" else tiles)
+            return gradients(by, **options, config=None if by == "reference" else tiles)
 
         compare(make, implementation, arguments, place(arguments, mesh), [])
 
@@ -453,7 +447,7 @@ def packed(x, ends):
 
 def appended(pages, scales, new, lengths, table):
     scales = {} if scales is None else {"key_scales": scales, "value_scales": scales}
-    return append_to_pages(pages, pages, new, new, lengths, table, **scales)
+    return append(pages, pages, new, new, lengths, table, **scales)
 
 
 def by_definition(query, pages, lengths, table):
@@ -479,7 +473,7 @@ DIVIDED = {
         *((X, P()), (np.einsum("btnh,bsnh->bts", X, X)[:, None] > 0, BATCH)),
     ),
     "blocks of segments": (
-        with_mask(blocks_of(mask_objects.Segments)),
+        with_mask(blocks_of(Segments)),
         (X, P()),
         (COLOURS, TOKENS),
     ),
@@ -491,7 +485,7 @@ DIVIDED = {
     ),
     "ends of packed sequences": (packed, (X[:1], HEAD_AXIS), (np.int32([0, 3, 6, 8]), BATCH)),
     "merge": (
-        lambda o, lse, o2: merge(o, lse, o2, 2 * lse),
+        lambda o, lse, o2: merge((o, lse), (o2, 2 * lse)),
         *((X, BATCH), (X[..., 0], HEAD_AXIS), (1 + X, TOKENS)),
     ),
     "rotary positions": (
@@ -579,7 +573,7 @@ def test_one_device_partitions_nothing(implementation):
 FORWARDS = {
     "forward": ({}, ["pallas_flash_forward"]),
     "decode": (
-        {"tile_sizes": TileSizes(decode=Tile(16, 16))},
+        {"config": TileSizes(decode=Tile(16, 16))},
         ["pallas_flash_decode", "pallas_flash_decode_combine"],
     ),
 }
@@ -700,13 +694,12 @@ def test_every_array_has_letters():
     leaves = [
         (Band(0, 0, length), ["b"]),
         (Lengths(length, length), ["b", "b"]),
-        (Segments(ids, ids), ["bt", "bs"]),
-        (mask_objects.Segments(ids, ids), ["bt", "bs"]),
+        (SegmentLeaf(ids, ids), ["bt", "bs"]),
         (MaskArray(pairs), ["bnta"]),
         (PositionBand(Positions(ids, ids[:1]), None, 0), ["bt", "1s"]),
-        (PrefixLM(length, length, Positions(ids)), ["b", "b", "bt"]),
-        (Predicate(max, (ids,)), ["11"]),
-        (BlockMask(table, 8, 8, table, Segments(ids)), ["bn11", "bn11", "bt"]),
+        (PrefixLeaf(length, length, Positions(ids)), ["b", "b", "bt"]),
+        (PredicateLeaf(max, (ids,)), ["11"]),
+        (BlockLeaf(table, 8, 8, table, Mask((SegmentLeaf(ids),))), ["bn11", "bn11", "bt"]),
     ]
     qkv = jnp.zeros((B, T, N, H)), jnp.zeros((B, S, 2, H)), jnp.zeros((B, S, 2, V))
     heads = jnp.zeros(N)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from support.oracle import ExactScoreMod, visible
 
-from pallas_flash import (
+from pallas_flash import ScoreMod
+from pallas_flash._call import attention
+from pallas_flash.masks import (
     BlockCausal,
     BlockMask,
     Chunked,
@@ -22,13 +24,11 @@ from pallas_flash import (
     Neighborhood,
     Predicate,
     PrefixLM,
-    ScoreMod,
     Segments,
     SharedPrefix,
     Tree,
     arguments_from_cu_seqlens,
 )
-from pallas_flash._call import attention
 
 Random = np.random.Generator
 
@@ -281,6 +281,10 @@ def _blocks_of_a_predicate(random, c):
     return dict(mask=BlockMask.from_mask(_predicate(random, c), c.T, c.S, **sizes))
 
 
+def _blocks_of_chunks(random, c):
+    return dict(mask=BlockMask.from_mask(Chunked(20), c.T, c.S, block_q=16, block_kv=8))
+
+
 def _joined(random, c):
     return dict(mask=_blocks("N", 16, 32)(random, c)["mask"] & _predicate(random, c))
 
@@ -415,6 +419,7 @@ FEATURES = (
         ),
     ),
     Case("chunked, causal", options=_together(_offsets, _fixed(mask=Chunked(20)))),
+    Case("blocks of chunks", options=_blocks_of_chunks),
     Case("block-causal", options=_fixed(mask=BlockCausal(12), query_offset=16)),
     Case("dilated window, positions",
          options=_together(_positions, _fixed(mask=Dilated(3), local_window_size=(30, 9)))),

@@ -101,8 +101,9 @@ def linen_layers(x, **kwargs):
 
 
 def self_attention(**kwargs) -> SelfAttention:
-    kwargs = {"features": FEATURES, "num_heads": NUM_HEADS, "rngs": nnx.Rngs(0)} | kwargs
-    return SelfAttention(**kwargs)
+    """The layer of a language model."""
+    kwargs = {"is_causal": True, "rope_theta": 10_000.0, "rngs": nnx.Rngs(0)} | kwargs
+    return SelfAttention(**{"features": FEATURES, "num_heads": NUM_HEADS} | kwargs)
 
 
 def with_cache(batch=2, length=9, **kwargs) -> SelfAttention:

@@ -133,7 +133,7 @@ def check(args, results, tf32=False):
 
 
 def attention(implementation, options, tiles):
-    tiles = {"tile_sizes": tiles} if implementation in ("triton", "interpret") else {}
+    tiles = {"config": tiles} if implementation in ("triton", "interpret") else {}
     return functools.partial(
         pallas_flash.attention, return_lse=True, implementation=implementation, **options, **tiles
     )

@@ -16,7 +16,7 @@ def _attention(options, tiles=TILES):
         pallas_flash.attention,
         return_lse=True,
         implementation="triton",
-        tile_sizes=tiles,
+        config=tiles,
         **options,
     )
 

@@ -66,27 +66,20 @@ def _seen_by(mask, shape, t, s):
     """Return the visible pairs of a mask array or a mask object, at positions `t` and `s`."""
     b, h, q, k = np.ogrid[tuple(map(slice, shape))]
     match type(mask).__name__:
-        case "Mask" | "Joined":
-            return functools.reduce(np.logical_and, (_seen_by(x, shape, t, s) for x in mask.leaves))
+        case "AllOf":
+            return functools.reduce(np.logical_and, (_seen_by(x, shape, t, s) for x in mask.parts))
         case "PrefixLM":
             return (s <= t) | (s < np.asarray(mask.prefix_lengths)[:, None, None, None])
         case "Segments":
             query = np.asarray(mask.query)
             key_value = query if mask.key_value is None else np.asarray(mask.key_value)
             return query[:, None, :, None] == key_value[:, None, None, :]
-        case "Either":
-            return functools.reduce(np.logical_or, (_seen_by(x, shape, t, s) for x in mask.masks))
-        case "Complement":
-            return ~_seen_by(mask.mask, shape, t, s)
+        case "AnyOf":
+            return functools.reduce(np.logical_or, (_seen_by(x, shape, t, s) for x in mask.parts))
+        case "Not":
+            return ~_seen_by(mask.part, shape, t, s)
         case "Chunked" | "BlockCausal" | "Dilated" | "SharedPrefix" | "Tree" | "Neighborhood":
             return _seen_by_name(mask, t, s)
-        case "Numbers":
-            query, key_value = (np.asarray(x) for x in mask.numbers)
-            distance = key_value[:, None, None, :] - query[:, None, :, None]
-            low, high = mask.low, mask.high
-            return ((low is None) | (distance >= (low or 0))) & (
-                (high is None) | (distance <= (high or 0))
-            )
         case "Predicate":
             return mask.fn(b, h, q, k, *map(Clamped, mask.operands))
         case "BlockMask" if mask.mask is not None:
@@ -94,8 +87,6 @@ def _seen_by(mask, shape, t, s):
         case "BlockMask":
             rows, columns = q[0, 0, :, 0] // mask.block_q, k[0, 0, 0] // mask.block_kv
             return np.asarray(mask.some)[:, :, rows][..., columns]
-        case "MaskArray":
-            return np.asarray(mask.pairs.array)
         case _:
             return np.asarray(mask)
 

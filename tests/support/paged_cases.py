@@ -131,7 +131,7 @@ def draw(config: Config, seed: int) -> Schedule:
 def _quantised(x, config: Config):
     """The numbers and scales of a cache, with NaN where it has any, and what they stand for."""
     dtype, nowhere = jnp.dtype(config.cache), jnp.isnan(x).any((2, 3))
-    numbers, scales = pallas_flash.quantize_pages(
+    numbers, scales = pallas_flash.paged.quantize(
         jnp.nan_to_num(x), dtype, per_head=config.per_head
     )
     exact = dequantised(numbers, scales)

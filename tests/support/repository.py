@@ -75,9 +75,17 @@ def assert_none(offenders):
     assert not lines, "\n".join(["", *lines])
 
 
+# The modules that are public.
+SURFACE = (
+    pallas_flash,
+    pallas_flash.masks,
+    pallas_flash.paged,
+    pallas_flash.tuning,
+    pallas_flash.flax,
+)
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (pallas_flash, pallas_flash.flax, pallas_flash.tuning)
-    for name in getattr(module, "__all__", dir(module))
-    if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+    for module in SURFACE
+    for name in module.__all__
+    if not inspect.ismodule(getattr(module, name))
 }

@@ -53,7 +53,7 @@ FLOATS = ("query", "key", "value", "bias", "scale")
 def attention_by(implementation: str) -> Callable:
     """`attention`, in several tiles."""
     kernels = implementation in ("interpret", "triton")
-    tiles = {"tile_sizes": TILE_SIZES} if kernels else {}
+    tiles = {"config": TILE_SIZES} if kernels else {}
     return functools.partial(attention, implementation=implementation, **tiles)
 
 

@@ -34,7 +34,7 @@ def hopper_here(monkeypatch, h200):
 
 @pytest.fixture(name="search")
 def instant_search(monkeypatch):
-    """`tune` finds these tiles at once."""
+    """`tuning.tune` finds these tiles at once."""
     asked, found = [], TileSizes(forward=FAST)
 
     def search(problem, passes, implementations):

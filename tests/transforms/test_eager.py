@@ -49,8 +49,8 @@ def apart(b, h, q_pos, k_pos):
 
 def test_second_block_mask_compiles_nothing(caplog):
     def table(length):
-        mask = pallas_flash.Predicate(apart) & jnp.ones((length, length), bool)
-        return pallas_flash.BlockMask.from_mask(mask, length, length, block_q=16, block_kv=16)
+        mask = pallas_flash.masks.Predicate(apart) & jnp.ones((length, length), bool)
+        return pallas_flash.masks.BlockMask.from_mask(mask, length, length, block_q=16, block_kv=16)
 
     table(40)
     with jax.log_compiles():

@@ -20,8 +20,9 @@ from support.strict import strictly
 from support.transform_cases import MASKED, POSITIONS, attention_by, draw_all, masked
 from support.transform_cases import output_and_gradients as differentiated
 
-from pallas_flash import BlockMask, Predicate, PrefixLM, ScoreMod, Segments, attention, explain
+from pallas_flash import ScoreMod, attention, explain
 from pallas_flash.flax import attention_fn
+from pallas_flash.masks import BlockMask, Predicate, PrefixLM, Segments
 
 pytestmark = pytest.mark.usefixtures("ieee_products", "small_tiles")
 

@@ -34,7 +34,7 @@ def small_blocks(monkeypatch):
 
 
 def tiles(implementation):
-    return {"tile_sizes": SMALL} if implementation == "interpret" else {}
+    return {"config": SMALL} if implementation == "interpret" else {}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def split(arguments: dict) -> tuple[dict, dict]:
 def loss(implementation: str, **options) -> Callable:
     """A number from output and LSE, curved in both, as a function of a dictionary."""
     kernels = implementation == "interpret"
-    options |= {"tile_sizes": TILE_SIZES} if kernels else {}
+    options |= {"config": TILE_SIZES} if kernels else {}
 
     def fn(floats):
         call = functools.partial(attention, implementation=implementation, return_lse=True)
@@ -218,7 +218,7 @@ def test_derivatives_of_a_scan(implementation, derivative):
 
     def run(by):
         def layer(x, factor):
-            tiles = {"tile_sizes": TILE_SIZES} if by == "interpret" else {}
+            tiles = {"config": TILE_SIZES} if by == "interpret" else {}
             call = functools.partial(attention, implementation=by, **tiles)
             return x + factor * call(x, x, x, is_causal=True), None
 

@@ -46,6 +46,6 @@ def test_lowered_kernel_of_a_read(name):
 
         return jax.grad(loss, (0, 1))(*tables)
 
-    found = ttir.evaluate(lambda *x: gradients("triton", x, tile_sizes=TILES), *tables)
+    found = ttir.evaluate(lambda *x: gradients("triton", x, config=TILES), *tables)
     want = oracle.compiled(lambda *x: gradients("reference", x))(*tables)
     assert_close(found, want, tolerance=1e-4)

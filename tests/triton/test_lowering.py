@@ -341,10 +341,10 @@ PRODUCTS = {"pallas_flash_forward": 2, "pallas_flash_dkv": 4, "pallas_flash_dq":
 def test_work_is_proportional_to_visited_tiles(form):
     array = jnp.asarray(_BLOCKS.repeat(32, axis=2).repeat(32, axis=3))
     masks = {
-        "blocks": pallas_flash.BlockMask(jnp.asarray(_BLOCKS), 32, 32),
+        "blocks": pallas_flash.masks.BlockMask(jnp.asarray(_BLOCKS), 32, 32),
         "array": array,
-        "predicate": pallas_flash.BlockMask.from_mask(
-            pallas_flash.Predicate(lambda b, h, q, k, x: x[h, q, k], (array[0],)),
+        "predicate": pallas_flash.masks.BlockMask.from_mask(
+            pallas_flash.masks.Predicate(lambda b, h, q, k, x: x[h, q, k], (array[0],)),
             320,
             320,
             num_heads=2,

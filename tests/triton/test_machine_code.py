@@ -155,7 +155,7 @@ def test_two_stages_wait_late_for_last_operand(head_dim, kernel, tile, mask):
         head_dim,
         mask=mask,
         passes=["dkv" if others else "forward"],
-        tile_sizes=TileSizes(**{kernel: tile}, **others),
+        config=TileSizes(**{kernel: tile}, **others),
     )
     print(*program.lines(), sep="\n")
     [found] = [x for x in program.kernels if x.name == f"pallas_flash_{kernel}"]
@@ -193,7 +193,7 @@ DROPOUT_BUDGETS = {"forward": 16.9, "dkv": 24.6, "dq": 15.4}
 @needs_compiler
 def test_scores_share_the_words_of_dropout():
     tiles = TileSizes(dkv=Tile(64, 128, 8, 3))
-    program = inspect_attention(128, mask="causal", features=("dropout",), tile_sizes=tiles)
+    program = inspect_attention(128, mask="causal", features=("dropout",), config=tiles)
     print(*program.lines(), sep="\n")
     costs = {kernel.attention_pass: kernel.per_element for kernel in program.kernels}
     assert {name for name, budget in DROPOUT_BUDGETS.items() if costs[name] > budget} == set()

@@ -48,7 +48,7 @@ def plan_of(monkeypatch, gpu, **options):
 
 @pytest.mark.parametrize("implementation", [None, "triton"])
 def test_triton_configuration_reaches_the_kernels(monkeypatch, implementation):
-    options = dict(tile_sizes=Triton(forward=TILE, dq=TILE), implementation=implementation)
+    options = dict(config=Triton(forward=TILE, dq=TILE), implementation=implementation)
     plan = plan_of(monkeypatch, "NVIDIA H200", **options)
     assert plan.forward.implementation == plan.backward.implementation == "triton"
     assert plan.forward.tiles.forward == plan.backward.tiles.dq == TILE
@@ -59,7 +59,7 @@ def test_triton_configuration_reaches_the_kernels(monkeypatch, implementation):
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
 def test_mosaic_configuration_reaches_the_kernels(monkeypatch, implementation):
     tiles = Mosaic(forward=ForwardTile(3, 96), backward=BackwardTile(64, 2))
-    options = dict(tile_sizes=tiles, implementation=implementation)
+    options = dict(config=tiles, implementation=implementation)
     plan = plan_of(monkeypatch, "NVIDIA H200", **options)
     assert plan.forward.implementation == plan.backward.implementation == "mosaic"
     assert plan.forward.tiles.forward == tiles.forward
@@ -67,24 +67,24 @@ def test_mosaic_configuration_reaches_the_kernels(monkeypatch, implementation):
 
 
 def test_explain_says_what_a_configuration_asks_for():
-    by, reason = reason_of("NVIDIA H200", tile_sizes=Triton(forward=TILE, dkv=TILE))
+    by, reason = reason_of("NVIDIA H200", config=Triton(forward=TILE, dkv=TILE))
     assert by == "triton"
-    assert '`tile_sizes` asks for "triton" where it serves the call.' in reason
+    assert '`config` asks for "triton" where it serves the call.' in reason
     assert "no effect" not in reason
 
 
 def test_explain_says_where_a_configuration_has_no_effect():
-    by, reason = reason_of("NVIDIA A100", tile_sizes=Mosaic(forward=ForwardTile(), dq=DqTile()))
+    by, reason = reason_of("NVIDIA A100", config=Mosaic(forward=ForwardTile(), dq=DqTile()))
     assert by == "triton"
-    assert '`tile_sizes` asks for "mosaic" where it serves the call.' in reason
+    assert '`config` asks for "mosaic" where it serves the call.' in reason
     for kernel in ("forward", "dq"):
-        assert f'`tile_sizes.{kernel}` has no effect: "triton" computes that pass.' in reason
+        assert f'`config.{kernel}` has no effect: "triton" computes that pass.' in reason
 
 
 def test_explain_says_nothing_of_a_configuration_without_a_choice():
-    sentence = "`tile_sizes`"
+    sentence = "`config`"
     assert sentence not in reason_of("NVIDIA A100")[1]
-    options = dict(tile_sizes=Triton(forward=TILE), implementation="triton")
+    options = dict(config=Triton(forward=TILE), implementation="triton")
     assert sentence not in reason_of("NVIDIA A100", **options)[1]
 
 

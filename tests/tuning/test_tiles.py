@@ -416,7 +416,7 @@ def test_what_is_asked_for_is_refused_exactly_where_it_does_not_fit(kernel):
         other = {"dk": {"dv": Tile(16, 16)}, "dv": {"dk": Tile(16, 16)}}.get(kernel, {})
         asked, q_len = TileSizes(**{kernel: tile}, **other), 1 if kernel == "decode" else 99
         if needed(kernel, tile, 128, itemsize=2) > LIMITS[8, 9] * KIB:
-            with pytest.raises(ValueError, match=f"`tile_sizes.{kernel}` must fit"):
+            with pytest.raises(ValueError, match=f"`config.{kernel}` must fit"):
                 chosen(asked, 128, capability=(8, 9), q_len=q_len)
         else:
             accepted += 1
@@ -478,7 +478,7 @@ def test_arrays_over_pairs_count_for_a_tile_that_is_asked_for():
         if fits:
             assert chosen(asked, 128, pair_bytes=pair_bytes).forward == asked.forward
         else:
-            with pytest.raises(ValueError, match=r"`tile_sizes\.forward` must fit"):
+            with pytest.raises(ValueError, match=r"`config\.forward` must fit"):
                 chosen(asked, 128, pair_bytes=pair_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Tuning: what is tried, what wins, and what `tune` does with it."""
+"""Tuning: what is tried, what wins, and what `tuning.tune` does with it."""
 
 import contextlib
 import dataclasses
@@ -89,7 +89,7 @@ def test_the_fastest_tile_of_each_kernel_wins(name, kernel_case):
     tuning, _, ms = interpreted(name)
     best = Tile(16, 32)
     winners = ["forward"] if name == "forward" else ["dkv", "dq"]
-    assert tuning.tile_sizes == TileSizes(**dict.fromkeys(winners, best))
+    assert tuning.config == TileSizes(**dict.fromkeys(winners, best))
     for kernel in KERNELS_OF[name]:
         trials = [trial for trial in tuning.trials if trial.kernel == kernel]
         factor = 1.5 if kernel == "dkv" else 1
@@ -165,7 +165,7 @@ def test_a_wrong_candidate_never_wins(monkeypatch, dtype, passes, fault):
         assert right == Trial(kernel, FAST, 2.0, None)
         assert (wrong.tile, wrong.ms) == (FASTER, None)
         assert wrong.failure.startswith("wrong: a relative error of ")
-        assert tuning.tile_sizes.tile(kernel) in (FAST, None)
+        assert tuning.config.tile(kernel) in (FAST, None)
     assert "winner" in str(tuning)
 
 
@@ -212,7 +212,7 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
     both = ["triton", "mosaic"]
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
     tuning = tune.search(p, ["forward", "backward"], both, measure=measure)
-    assert tuning.tile_sizes == wanted
+    assert tuning.config == wanted
     told = str(tuning)
     assert "backward  mosaic, block_q 128, stages 2  1.0000 ms" in told
     whole = [line for line in told.splitlines() if "  all of " in line]
@@ -229,7 +229,7 @@ def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
     tile = ForwardTile(2, 64, 0)
     monkeypatch.setattr(tile_choice.backend("mosaic"), "candidates", lambda kernel, *_: [tile])
     tuning = tune.search(p, ["forward", "backward"], ["mosaic"], measure=lambda *_: 1.0)
-    assert tuning.tile_sizes == TileSizes(forward=tile)
+    assert tuning.config == TileSizes(forward=tile)
 
 
 @newer
@@ -251,15 +251,15 @@ def test_an_infinite_lse_is_right_where_nothing_is_seen(monkeypatch):
     """And wrong elsewhere."""
     lengths = {"query_seq_lengths": jnp.asarray([7], jnp.int32)}
     fake_programs(monkeypatch)
-    assert searched(monkeypatch, {FAST: 1.0}, **lengths).tile_sizes.forward == FAST
+    assert searched(monkeypatch, {FAST: 1.0}, **lengths).config.forward == FAST
     fake_programs(
         monkeypatch, lambda tile, results: [results[0], results[1].at[0, 0, 0].set(-jnp.inf)]
     )
-    assert searched(monkeypatch, {FAST: 1.0}, **lengths).tile_sizes.forward is None
+    assert searched(monkeypatch, {FAST: 1.0}, **lengths).config.forward is None
     fake_programs(monkeypatch, lambda tile, results: [results[0], jnp.maximum(results[1], -100)])
-    assert searched(monkeypatch, {FAST: 1.0}, **lengths).tile_sizes.forward is None
+    assert searched(monkeypatch, {FAST: 1.0}, **lengths).config.forward is None
     fake_programs(monkeypatch, lambda tile, results: [results[0], 1.1 * results[1]])
-    assert searched(monkeypatch, {FAST: 1.0}, **lengths).tile_sizes.forward is None
+    assert searched(monkeypatch, {FAST: 1.0}, **lengths).config.forward is None
 
 
 @pytest.mark.parametrize("step", ["lower", "compile", "run", "measure"])
@@ -290,7 +290,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
         return fail() if (step, tile) == ("measure", FASTER) else 1.0
 
     tuning = tune.search(problem(), ["forward"], ["interpret"], measure=measure)
-    assert tuning.tile_sizes == TileSizes(forward=FAST)
+    assert tuning.config == TileSizes(forward=FAST)
     assert tuning.trials == (
         Trial("forward", FAST, 1.0, None),
         Trial("forward", FASTER, None, "RuntimeError: out of shared memory"),
@@ -334,7 +334,7 @@ def test_few_queries_have_a_kernel_of_their_own(monkeypatch):
     fake_programs(monkeypatch)
     tuning = searched(monkeypatch, {FAST: 1.0}, q_len=16, kv_len=513)
     assert tuning.trials == (Trial("decode", FAST, 1.0, None),)
-    assert tuning.tile_sizes == TileSizes(decode=FAST)
+    assert tuning.config == TileSizes(decode=FAST)
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, "decode"])
@@ -495,7 +495,7 @@ def test_on_a_gpu(file, monkeypatch):
         some = functools.partial(each_fifth, backend.candidates)
         monkeypatch.setattr(backend, "candidates", some)
     x = jax.ShapeDtypeStruct((1, 700, 4, 64), jnp.bfloat16)
-    tuning = pallas_flash.tune(x, x, x, is_causal=True)
+    tuning = pallas_flash.tuning.tune(x, x, x, is_causal=True)
     print(tuning)
     failed = [trial.failure for trial in tuning.trials if trial.ms is None]
     # CUPTI never sees a few kernels: one or two of 45, others in another process.
@@ -515,9 +515,9 @@ def test_on_a_gpu(file, monkeypatch):
 
 def test_tuning_serves_later_calls(monkeypatch, h200, search, file):
     assert tiles_of(monkeypatch) == table()
-    tuning = pallas_flash.tune(**arguments())
+    tuning = pallas_flash.tuning.tune(**arguments())
     assert tuning.file == file
-    assert tuning.tile_sizes == TileSizes(forward=FAST)
+    assert tuning.config == TileSizes(forward=FAST)
     assert tiles_of(monkeypatch) == dataclasses.replace(table(), forward=FAST)
     assert str(tuning).splitlines() == [
         "forward   32 x 32, 1 warps, 1 stages  1.0000 ms  winner",
@@ -527,14 +527,14 @@ def test_tuning_serves_later_calls(monkeypatch, h200, search, file):
 
 
 def test_a_dry_run_keeps_nothing(h200, search, file):
-    assert pallas_flash.tune(**arguments(), store=False).file is None
+    assert pallas_flash.tuning.tune(**arguments(), store=False).file is None
     assert not file.exists()
 
 
 def test_nothing_found_keeps_nothing(monkeypatch, h200, file):
     nothing = Tuning(TileSizes(), (), {}, "a clock")
     monkeypatch.setattr(tune, "search", lambda *_: nothing)
-    assert pallas_flash.tune(**arguments()) == nothing
+    assert pallas_flash.tuning.tune(**arguments()) == nothing
     assert not file.exists()
 
 
@@ -544,28 +544,30 @@ def test_a_file_that_cannot_be_written_loses_no_result(monkeypatch, h200, search
 
     monkeypatch.setattr(os, "replace", fail)
     with warned(1, f"could not store its winner in {file}, and it serves this process alone: disk"):
-        tuning = pallas_flash.tune(**arguments())
-    assert (tuning.tile_sizes.forward, tuning.file) == (FAST, None)
+        tuning = pallas_flash.tuning.tune(**arguments())
+    assert (tuning.config.forward, tuning.file) == (FAST, None)
 
 
 def test_a_file_that_is_not_replaced_is_told_before_anything_is_timed(h200, search, file):
     file.parent.mkdir()
     file.write_text("mine")
     with pytest.raises(ValueError, match="must be a file that pallas_flash"):
-        pallas_flash.tune(**arguments())
+        pallas_flash.tuning.tune(**arguments())
     assert not search
-    assert pallas_flash.tune(**arguments(), store=False).file is None
+    assert pallas_flash.tuning.tune(**arguments(), store=False).file is None
     file.unlink()
     file.parent.rmdir()
     file.parent.write_text("a file where the folder should be")
     with pytest.raises(NotADirectoryError):
-        pallas_flash.tune(**arguments())
+        pallas_flash.tuning.tune(**arguments())
 
 
 def test_random_numbers_stand_in_for_arrays_and_shapes(h200, search):
     """Attention of constants has gradients of zero, against which no error is small."""
     shape = jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.float32)
-    pallas_flash.tune(array(30), shape, np.zeros((1, 40, 2, 8), np.float32), passes=["backward"])
+    pallas_flash.tuning.tune(
+        array(30), shape, np.zeros((1, 40, 2, 8), np.float32), passes=["backward"]
+    )
     [(p, passes)] = search
     assert passes == ["backward"]
     assert [x.shape for x in (p.query, p.key, p.value)] == [
@@ -579,7 +581,9 @@ def test_random_numbers_stand_in_for_arrays_and_shapes(h200, search):
 
 def test_options_are_kept(h200, search):
     lengths = jnp.asarray([7], jnp.int32)
-    pallas_flash.tune(**arguments(), is_causal=True, key_value_seq_lengths=lengths, scale=2.0)
+    pallas_flash.tuning.tune(
+        **arguments(), is_causal=True, key_value_seq_lengths=lengths, scale=2.0
+    )
     [(p, passes)] = search
     assert passes == ("forward", "backward")
     assert p.scale == 2.0
@@ -594,9 +598,17 @@ def test_options_are_kept(h200, search):
         ({"passes": "forward"}, ValueError, "`passes` must be a sequence of 'forward' and"),
         ({"passes": []}, ValueError, r"`passes` must be .* got \[\]"),
         ({"passes": ["dq"]}, ValueError, r"`passes` must be .* got \['dq'\]"),
-        ({"return_lse": True}, TypeError, r"`tune` must have options .* got \['return_lse'\]"),
-        ({"return_max_logits": True}, TypeError, r"`tune` must .* got \['return_max_logits'\]"),
-        ({"tile_sizes": TileSizes()}, TypeError, r"got \['tile_sizes'\]"),
+        (
+            {"return_lse": True},
+            TypeError,
+            r"`tuning.tune` must have options .* got \['return_lse'\]",
+        ),
+        (
+            {"return_max_logits": True},
+            TypeError,
+            r"`tuning.tune` must .* got \['return_max_logits'\]",
+        ),
+        ({"config": TileSizes()}, TypeError, r"got \['config'\]"),
         ({"is_causal": 1}, TypeError, "`is_causal` must be True or False"),
         ({"query": jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.int32)}, TypeError, "got int32"),
         ({"query": [1.0]}, TypeError, "`query` must be an array"),
@@ -606,13 +618,13 @@ def test_options_are_kept(h200, search):
 )
 def test_arguments_that_do_not_fit(h200, search, changed, error, message):
     with pytest.raises(error, match=message):
-        pallas_flash.tune(**(arguments() | changed))
+        pallas_flash.tuning.tune(**(arguments() | changed))
     assert not search
 
 
 def test_a_traced_array_cannot_be_timed(h200):
     with pytest.raises(TypeError, match="got a traced array"):
-        jax.jit(lambda x: pallas_flash.tune(x, x, x))(array())
+        jax.jit(lambda x: pallas_flash.tuning.tune(x, x, x))(array())
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H200", "Tesla V100"])
@@ -626,4 +638,4 @@ def test_there_must_be_a_gpu(search, gpu):
         described_gpu(gpu) if gpu else contextlib.nullcontext(),
         pytest.raises(NotImplementedError, match=f"^tuning needs a GPU .*{reason}"),
     ):
-        pallas_flash.tune(**arguments())
+        pallas_flash.tuning.tune(**arguments())

@@ -1,6 +1,5 @@
-"""`python -m pallas_flash.tune`."""
+"""`python -m pallas_flash tune`."""
 
-import importlib
 import os
 import sys
 
@@ -19,7 +18,6 @@ from support.tune_cases import (
 )
 from support.tune_fixtures import h200_here, instant_search, own_file  # noqa: F401  Tests name them by their arguments.
 
-import pallas_flash
 from pallas_flash._problem.features import features_of
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import TileSizes
@@ -119,7 +117,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(file):
     read, write = os.pipe()
     os.close(read)
     run = children.run(
-        [sys.executable, "-m", "pallas_flash.tune", "--show"],
+        [sys.executable, "-m", "pallas_flash", "tune", "--show"],
         stdout=write,
         stderr=children.PIPE,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -133,7 +131,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(file):
 def test_without_a_gpu_the_command_says_so():
     """In a process of its own, with warnings as errors."""
     run = children.run(
-        [sys.executable, "-W", "error", "-m", "pallas_flash.tune", "--length", "8"],
+        [sys.executable, "-W", "error", "-m", "pallas_flash", "tune", "--length", "8"],
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -142,14 +140,6 @@ def test_without_a_gpu_the_command_says_so():
     assert run.returncode == 2
     assert not run.stdout
     assert run.stderr == (
-        "python -m pallas_flash.tune: error: tuning needs a GPU on which the kernels serve the "
+        "python -m pallas_flash tune: error: tuning needs a GPU on which the kernels serve the "
         "call: the kernels need an NVIDIA GPU, and the device is cpu.\n"
     )
-
-
-def test_importing_the_command_leaves_the_function_in_place(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pallas_flash.tune", raising=False)
-    function = pallas_flash.tune
-    assert callable(function)
-    assert importlib.import_module("pallas_flash.tune") is function
-    assert pallas_flash.tune is function

@@ -117,7 +117,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         "common.py",
         "blocks.py",
         "masks.py",
-        "mask_objects.py",
+        "mask_leaves.py",
         "traversal.py",
         "scores.py",
         "operands.py",
@@ -147,8 +147,8 @@ def test_the_fingerprint_is_of_all_that_kernels_import():
     assert others <= {*shape, "_problem.features", "_problem.problem", "_jax.compat"}
 
 
-BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
-    pallas_flash.Predicate(lambda b, h, q, k: q > k), 24, 40
+BLOCKS_OF_A_PREDICATE = pallas_flash.masks.BlockMask.from_mask(
+    pallas_flash.masks.Predicate(lambda b, h, q, k: q > k), 24, 40
 )
 
 
@@ -169,11 +169,11 @@ BLOCKS_OF_A_PREDICATE = pallas_flash.BlockMask.from_mask(
             {"segment_ids": (jnp.zeros((1, 24), jnp.int32), jnp.zeros((1, 40), jnp.int32))},
             "documents by arrays",
         ),
-        ({"mask": pallas_flash.PrefixLM(jnp.asarray([7], jnp.int32))}, "ranges by arrays"),
+        ({"mask": pallas_flash.masks.PrefixLM(jnp.asarray([7], jnp.int32))}, "ranges by arrays"),
         ({"mask": jnp.ones((1, 40), bool)}, "mask array by arrays"),
         ({"mask": jnp.ones((1, 40), bool), "is_causal": True}, "mask array by arrays"),
-        ({"mask": pallas_flash.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "blocks by arrays"),
-        ({"mask": pallas_flash.Predicate(lambda b, h, q, k: q > k)}, "predicate"),
+        ({"mask": pallas_flash.masks.BlockMask(jnp.ones((1, 1, 1, 1), bool))}, "blocks by arrays"),
+        ({"mask": pallas_flash.masks.Predicate(lambda b, h, q, k: q > k)}, "predicate"),
         ({"mask": BLOCKS_OF_A_PREDICATE}, "blocks by arrays"),
     ],
 )
@@ -214,16 +214,16 @@ def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
     store()
     asked = TileSizes(dq=OTHER)
     expected = dataclasses.replace(TRITON.filled_from(table()), dq=OTHER)
-    assert tiles_of(monkeypatch, tile_sizes=asked) == expected
+    assert tiles_of(monkeypatch, config=asked) == expected
     split = TileSizes(forward=OTHER, dk=OTHER, dv=OTHER, dq=OTHER)
-    assert tiles_of(monkeypatch, tile_sizes=split) == split.filled_from(table())
+    assert tiles_of(monkeypatch, config=split) == split.filled_from(table())
 
 
 def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
     both = TileSizes(forward=FAST, decode=OTHER)
     for q_len, wanted in ((16, (None, OTHER)), (33, (FAST, None))):
         tuned.store(features(q_len=q_len), "NVIDIA H200", TileSizes(dq=FASTER))
-        tiles = tiles_of(monkeypatch, q_len=q_len, tile_sizes=both)
+        tiles = tiles_of(monkeypatch, q_len=q_len, config=both)
         assert (tiles.forward, tiles.decode, tiles.dq) == (*wanted, FASTER)
 
 
@@ -269,7 +269,7 @@ def test_explain_tells_where_tiles_come_from(h200, file):
     store()
     reason = pallas_flash.explain(**arguments()).reason
     assert reason == f"the kernels serve this call on this GPU. Its tiles are tuned, from {file}."
-    asked = arguments(tile_sizes=TileSizes())
+    asked = arguments(config=TileSizes())
     assert pallas_flash.explain(**arguments(is_causal=True)).reason in reason
     assert "tuned" not in pallas_flash.explain(**asked, implementation="interpret").reason
 
@@ -327,7 +327,7 @@ def test_a_winner_chooses_who_computes_each_pass(
     other = "mosaic" if forward == "triton" else "triton"
     assert explained(implementation=other).implementation == other
     given = {"mosaic": TileSizes(forward=ForwardTile()), "triton": TileSizes(forward=OTHER)}[other]
-    choice = explained(tile_sizes=given)
+    choice = explained(config=given)
     assert choice.implementation == other
     assert f'are those of "{other}"' in choice.refused[forward]
 
@@ -367,7 +367,7 @@ def test_tiles_say_how_gradients_are_computed(
     monkeypatch, hopper, given, reproducible, by, in_order
 ):
     """In one pass or in two, or by "triton", to which so short a call goes without tiles."""
-    plan = plan_of(monkeypatch, tile_sizes=given, reproducible=reproducible)
+    plan = plan_of(monkeypatch, config=given, reproducible=reproducible)
     assert (plan.backward.implementation, plan.backward.in_order) == (by, in_order)
     assert plan.implementation == (given.computed_by("forward") or "triton")
     assert plan.forward.tiles == given.for_backend(plan.implementation).select(["forward"])
@@ -378,7 +378,7 @@ def test_tiles_say_how_gradients_are_computed(
 def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
     gpu_here(monkeypatch, "NVIDIA A100")
     monkeypatch.setattr(device, "target", lambda: device.Target("NVIDIA A100", True, (8, 0)))
-    plan = plan_of(monkeypatch, tile_sizes=MOSAIC)
+    plan = plan_of(monkeypatch, config=MOSAIC)
     assert (plan.implementation, plan.backward.implementation) == ("triton", "triton")
     assert plan.forward.tiles == plan.backward.tiles == TileSizes()
 

@@ -109,7 +109,7 @@ def check_tile(kernel: str, tile: BackwardTile, p: Problem) -> None:
     rows = 2 * ptx.ROWS if all_columns(*sizes) else ptx.ROWS
     if (not in_order or in_clusters(*sizes)) and tile.block_q != rows:
         raise ValueError(
-            f"`tile_sizes.{kernel}` must have {rows} queries at head dim "
+            f"`config.{kernel}` must have {rows} queries at head dim "
             f"{max(p.head_dim, p.value_dim)}; got {tile}. Use block_q={rows}."
         )
 

@@ -163,7 +163,7 @@ def check_fits(kernel: str, tile, p: Problem, memory, taken: int, registers: int
     check_shared_memory(kernel, tile, smem_bytes(memory), limit, width)
     if taken >= registers:
         raise ValueError(
-            f"`tile_sizes.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
+            f"`config.{kernel}` must fit in a thread's {registers} registers; got {tile}, "
             f"whose sums and scores take {taken} at head dim {width}. Use smaller blocks or "
             "fewer warpgroups."
         )

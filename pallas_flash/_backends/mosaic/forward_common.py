@@ -253,7 +253,7 @@ def check_fits(kernel: str, tile, p: Problem, memory, columns: int, registers: i
     common.check_fits(kernel, tile, p, memory, taken, registers)
     if kernel == "forward" and tile.cluster_size > 1 and not p.mask.known_on_host:
         raise ValueError(
-            "`tile_sizes.forward` must have `cluster_size=1` where arrays or a predicate say which "
+            "`config.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."
         )
 

@@ -782,6 +782,6 @@ def check_tile(tile: ForwardTile, p: Problem) -> None:
     check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
     if not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
-            "`tile_sizes.forward` must have `output_slots` where values are wider than queries; "
+            "`config.forward` must have `output_slots` where values are wider than queries; "
             f"got {tile} and head dims of {p.head_dim} and {p.value_dim} (of values). Use 1."
         )

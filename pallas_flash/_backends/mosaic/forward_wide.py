@@ -223,7 +223,7 @@ def check_tile(tile: ForwardTile, p: Problem) -> None:
         cluster = ", and no cluster for one query,"
     if tile != wanted:
         raise ValueError(
-            f"`tile_sizes.forward` must have {CONSUMERS} warpgroups, {BLOCK_KV} keys and 1 "
+            f"`config.forward` must have {CONSUMERS} warpgroups, {BLOCK_KV} keys and 1 "
             f"output slot{cluster} at head dims above {WIDE}; got {tile} at head dim "
             f"{max(p.head_dim, p.value_dim)}. Use {wanted}."
         )

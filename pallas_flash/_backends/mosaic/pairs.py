@@ -18,7 +18,7 @@ from pallas_flash._backends.mosaic.operands import Bits, stored_dtype
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.checks import uses
-from pallas_flash._problem.mask_objects import MaskArray
+from pallas_flash._problem.mask_leaves import MaskArray
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.problem import Problem
 

@@ -1,4 +1,4 @@
-"""The tiles of these kernels: the ones of a call, whether one fits, and which `tune` tries.
+"""The tiles of these kernels: the ones of a call, whether one fits, and which `tuning.tune` tries.
 
 The module of each kernel has its `default_tile`, by what was measured on an H200 (with prototypes),
 and its `check_tile`.
@@ -57,7 +57,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     wide = forward_wide.serves(p)
     if wide and kernel != "forward":
         raise ValueError(
-            f"`tile_sizes.{kernel}` must be None at head dims above {forward_wide.WIDE}, where "
+            f"`config.{kernel}` must be None at head dims above {forward_wide.WIDE}, where "
             f"only the forward is a kernel; got {tile} at head dim "
             f"{max(p.head_dim, p.value_dim)}. Drop it."
         )
@@ -73,7 +73,7 @@ def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
 
 
 def candidates(kernel: str, p: Problem, choose: Choose) -> list:
-    """Return the tiles that `tune` tries: the default one, if there is one, and all that fit."""
+    """Return the tiles that `tuning.tune` tries: the default one, if any, and all that fit."""
     # The output leaves through one buffer, or, where that has no room, through the queries'.
     keys_and_slots = (64, 80, 96, 112, 128, 144, 160, 176, 192), (1, 0)
     forward = [ForwardTile(*x) for x in itertools.product((2, 3), *keys_and_slots, (2, 3))]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pallas_flash._problem.dropout import Dropout
-from pallas_flash._problem.mask_objects import BlockMask, Predicate, PrefixLM
-from pallas_flash._problem.masks import Band, Lengths, Segments
+from pallas_flash._problem.mask_leaves import BlockLeaf, PredicateLeaf, PrefixLeaf
+from pallas_flash._problem.masks import Band, Lengths, SegmentLeaf
 from pallas_flash._problem.operands import Divisible, Pairs, Positions
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.scores import Scores
@@ -38,9 +38,9 @@ AXES = {
     Positions: {"query": "bt", "key_value": "bs"},
     Band: {"offset": "b"},
     Lengths: {"query": "b", "key_value": "b"},
-    Segments: {"query": "bt", "key_value": "bs"},
-    PrefixLM: {"prefix_lengths": "b", "offset": "b"},
-    BlockMask: {"some": "bn", "every": "bn"},
+    SegmentLeaf: {"query": "bt", "key_value": "bs"},
+    PrefixLeaf: {"prefix_lengths": "b", "offset": "b"},
+    BlockLeaf: {"some": "bn", "every": "bn"},
 }
 OUTPUT, LSE, ROW = "btnv", "btn", "bnt"
 
@@ -99,7 +99,7 @@ def with_origin(part: Problem, *, b: Any = 0, h: Any = 0, q: Any = 0, k: Any = 0
         if not isinstance(x, Divisible):
             return x
         fields = {name: put(y) for name, y in _fields(x).items() if name != "origin"}
-        if isinstance(x, (Dropout, Predicate)) or (isinstance(x, Scores) and x.score_mod):
+        if isinstance(x, (Dropout, PredicateLeaf)) or (isinstance(x, Scores) and x.score_mod):
             whole: Any = x.origin
             fields["origin"] = first if whole is None else whole + first
         return dataclasses.replace(x, **fields)

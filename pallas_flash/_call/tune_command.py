@@ -1,6 +1,7 @@
-"""The command `python -m pallas_flash.tune`. As a name of the package, `tune` is the function."""
+"""The command `python -m pallas_flash tune`."""
 
 import argparse
+import functools
 import os
 import sys
 from typing import Any
@@ -14,24 +15,26 @@ from pallas_flash._selection import tuned
 
 _EXAMPLES = """
 examples:
-  python -m pallas_flash.tune --head-dim 128 --length 4096 --heads 16 --causal
-  python -m pallas_flash.tune --length 8192 --kv-heads 4 --window 1024 --soft-cap 50 --dry-run
+  python -m pallas_flash tune --head-dim 128 --length 4096 --heads 16 --causal
+  python -m pallas_flash tune --length 8192 --kv-heads 4 --window 1024 --soft-cap 50 --dry-run
 
-  python -m pallas_flash.tune --show
+  python -m pallas_flash tune --show
   NVIDIA H200, jax 0.11.2, kernels 0a1b2c3d: bfloat16, H 128, V 128, own keys, ...
     forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2, cluster_size 1
 """
 
 
-def main() -> int:
-    """Tune for one kind of call, or show or remove what was found; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_flash.tune",
+def add_to(commands: Any) -> None:
+    """Add the command to the `commands` of a parser."""
+    parser = commands.add_parser(
+        "tune",
+        help="find the fastest tiles on this GPU, and keep them for later calls",
         description="Finds the fastest tiles on this GPU and keeps them for later calls. The flags "
         "give a kind of call; numbers are random.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EXAMPLES,
     )
+    parser.set_defaults(run=functools.partial(_run, parser.prog))
     add = parser.add_argument
     for flag, default, text in (
         ("--batch", 1, "sequences (default: 1)"),
@@ -53,7 +56,10 @@ def main() -> int:
     add("--dry-run", action="store_true", help="tune, but do not keep the winner")
     add("--show", action="store_true", help="print the winners that are kept, and end")
     add("--clear", action="store_true", help="remove them, and end")
-    args = parser.parse_args()
+
+
+def _run(command: str, args: argparse.Namespace) -> int:
+    """Tune for one kind of call, or show or remove what was found; return the exit code."""
     try:
         print(_stored(args.clear) if args.show or args.clear else _tuned(args))
         sys.stdout.flush()
@@ -62,7 +68,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (RuntimeError, OSError, TypeError, ValueError, MemoryError, OverflowError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"{parser.prog}: error: {reason[0]}", file=sys.stderr)
+        print(f"{command}: error: {reason[0]}", file=sys.stderr)
         return 2
     return 0
 
@@ -123,10 +129,3 @@ def _stored(clear: bool) -> str:
         kernels = [kernel for kernel in KERNELS if tiles.tile(kernel)]
         lines += [name, *(f"  {kernel:<8}{tune.column(tiles.tile(kernel))}" for kernel in kernels)]
     return "\n".join(lines) or f"no winners in {file}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-# Whoever imports this file wants the function, so the function takes the place of the module.
-sys.modules[__name__] = tune.tune  # pyright: ignore[reportArgumentType]
