@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import DecoderConfig, json_object
+from models.config import DecoderConfig
+from models.families import json_object
 from models.sharding import Layout, rule
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -100,6 +101,12 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------ reading
+
+
+def weights_folder(folder: pathlib.Path) -> pathlib.Path | None:
+    """Return a folder of weights: itself, or `weights/` of a run; None without any."""
+    inside = (x for x in (folder / "weights", folder) if (x / CONFIG).is_file())
+    return next(inside, None)
 
 
 def open_folder(folder: pathlib.Path) -> tuple[str, dict[str, np.ndarray]]:

@@ -11,9 +11,11 @@ those files: a matrix is [outputs, inputs].
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +25,15 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 
 import pallas_flash
 from models import checkpoint
-from models.config import DecoderConfig, Rope
-from models.layers import rms_normalize
+from models.config import DecoderConfig
 from models.sharding import Layout
-from pallas_flash.flax import KVCache
+from pallas_flash.flax import KVCache, SelfAttention
 
-# GPT-2's, which most families took over.
-_init = nnx.initializers.normal(0.02)
+# GPT-2's: the first prediction is then nearly uniform, which no rule by the number of inputs gives
+# to a matrix that may be both the first and the last.
+_init_rows = nnx.initializers.normal(0.02)
+# Largest vocabulary whose rows are read by a product.
+SMALL = 512
 
 
 def _last(vector, x):
@@ -37,19 +41,53 @@ def _last(vector, x):
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
+def fan_in_init(inputs: int, *, branches: int = 1) -> nnx.Initializer:
+    """Return a normal initialisation whose output has the variance of its input, or a share of it.
+
+    Layers that write to the residual stream need the share: a sum of `n` independent branches, each
+    `1/sqrt(n)` as large, has the same variance at every depth (GPT-2, section 2.3).
+
+    Args:
+        inputs: The number of inputs that each output sums over.
+        branches: The number of branches that the residual stream sums; 1 for inner layers.
+    """
+    return nnx.initializers.normal((inputs * branches) ** -0.5)
+
+
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`, the weight [outputs, inputs]."""
+    """`x @ weight.T + bias`, the weight [outputs, inputs].
 
-    def __init__(self, inputs, outputs, *, use_bias: bool = False, config: DecoderConfig, rngs):
-        dtype = config.param_dtype
-        self.dtype = config.compute_dtype
-        self.weight = nnx.Param(_init(rngs.params(), (outputs, inputs), dtype))
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if use_bias else None
+    It is made as `nnx.LinearGeneral` is. Several sizes are axes of `x`, the last ones, and of the
+    result, but one axis of the weight.
+    """
 
-    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+    def __init__(
+        self,
+        inputs: int | tuple[int, ...],
+        outputs: int | tuple[int, ...],
+        *,
+        axis: int | tuple[int, ...] = -1,
+        use_bias: bool = False,
+        kernel_init: nnx.Initializer,
+        dtype: str,
+        param_dtype: str,
+        precision: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        self.outputs = (outputs,) if isinstance(outputs, int) else outputs
+        self.axes = 1 if isinstance(axis, int) else len(axis)
+        self.dtype, self.precision = dtype, precision
+        shape = math.prod(self.outputs), int(np.prod(inputs))
+        self.weight = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[0], param_dtype)) if use_bias else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Apply the map in the activations' dtype, with float32 sums."""
-        y = jnp.dot(x.astype(self.dtype), self.weight[...].astype(self.dtype).T)
-        return y if self.bias is None else y + _last(self.bias[...].astype(self.dtype), y)
+        before = x.shape[: x.ndim - self.axes]
+        x = x.astype(self.dtype).reshape(*before, -1)
+        y = jnp.dot(x, self.weight[...].astype(self.dtype).T, precision=self.precision)
+        y = y if self.bias is None else y + _last(self.bias[...].astype(self.dtype), y)
+        return y.reshape(*before, *self.outputs)
 
 
 class Norm(nnx.Module):
@@ -77,95 +115,84 @@ class Norm(nnx.Module):
         return (y + _last(self.bias[...].astype(y.dtype), x)).astype(x.dtype)
 
 
-def rotation(rope: Rope, head_dim: int, positions: Int[Array, "B T"]):
-    """Return the cosines and sines, [B, T, 1, H/2] in float32, by which positions turn pairs."""
-    angles = positions[..., None, None].astype(jnp.float32)
-    angles = angles * _last(rope.frequencies(head_dim), angles)
-    return rope.amplitude * jnp.cos(angles), rope.amplitude * jnp.sin(angles)
+def _normalized(x, scale, epsilon):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(square + epsilon) * _last(scale, x)).astype(x.dtype)
 
 
-def rotate(x: Float[Array, "B T N H"], cos, sin) -> Float[Array, "B T N H"]:
-    """Turn the pairs (i, i + H/2) of each head, as `pallas_flash.flax.apply_rope` does."""
-    low, high = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+# The operations have this order, and the forward keeps `x` alone, so that XLA makes the forward one
+# kernel that reads `x` once. The backward computes a row's rms again, in the kernel that reads `x`
+# for the row's other sum.
+rms_normalize = jax.custom_vjp(_normalized, nondiff_argnums=(2,))
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the tokens of a call are.
-
-    Attributes:
-        rotations: For each `Rope` of the model, the cosines and sines of the tokens' positions.
-        segment_ids: Document of each token; None is one document.
-        decode: Whether the tokens follow those in the cache.
-        lengths: For `decode`, the real tokens of each batch element; None if all are real.
-    """
-
-    rotations: dict[Rope, tuple[Array, Array]]
-    segment_ids: Int32[Array, "B T"] | None
-    decode: bool = False
-    lengths: Int32[Array, " B"] | None = None
+def _normalize_forward(x, scale, epsilon):
+    return _normalized(x, scale, epsilon), (x, scale)
 
 
-class Attention(nnx.Module):
-    """Self-attention with grouped heads, and a cache with a length for each batch element.
+def _normalize_backward(epsilon, residuals, cotangent):
+    x, scale = residuals
+    # Without the barrier, XLA finds that the forward has the same sum of squares, and keeps it. The
+    # extra axis avoids a copy of `x` where the residual stream adds to it.
+    x = jax.lax.optimization_barrier(x[None])[0]
+    _, transpose = jax.vjp(functools.partial(_normalized, epsilon=epsilon), x, scale)
+    return transpose(cotangent)
 
-    `pallas_flash.flax.SelfAttention` has one rule of rotary positions and one choice of biases.
-    Model families differ in both.
-    """
 
-    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs):
-        features, H, kwargs = config.features, config.head_dim, {"config": config, "rngs": rngs}
-        heads, kv_heads = config.num_heads * H, config.num_kv_heads * H
-        self.query = Linear(features, heads, use_bias=config.qkv_bias, **kwargs)
-        self.key = Linear(features, kv_heads, use_bias=config.qkv_bias, **kwargs)
-        self.value = Linear(features, kv_heads, use_bias=config.qkv_bias, **kwargs)
-        self.out = Linear(heads, features, use_bias=config.out_bias, **kwargs)
-        self.query_norm = Norm(H, config) if config.normalize_qk else None
-        self.key_norm = Norm(H, config) if config.normalize_qk else None
-        sinks = jnp.zeros(config.num_heads, config.param_dtype)
-        self.sinks = nnx.Param(sinks) if config.use_sinks else None
-        self.rope = config.rope_of(layer)
+rms_normalize.defvjp(_normalize_forward, _normalize_backward)
+
+
+def attention_of(
+    config: DecoderConfig, layer: int, attention: Callable[..., Any] | None, rngs: nnx.Rngs
+) -> SelfAttention:
+    """Return the attention of a layer, with the maps, norms and rotary rule of the model."""
+    rope = config.rope_of(layer)
+    width = config.num_heads * config.head_dim
+    return SelfAttention(
+        config.features,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        is_causal=True,
+        rope=rope,
+        normalize_qk=config.normalize_qk,
+        scale=config.attention_scale,
         # A token sees itself and the window - 1 tokens before it.
-        self.window = (config.window - 1, 0) if config.has_window(layer) else None
-        self.config = config
-        self.cache: KVCache | None = nnx.data(None)
-
-    def __call__(self, x: Float[Array, "B T C"], place: Place) -> Float[Array, "B T C"]:
-        """Mix the tokens of each sequence."""
-        config, (batch, length, _) = self.config, x.shape
-        q, k, v = (
-            linear(x).reshape(batch, length, -1, config.head_dim)
-            for linear in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.rope is not None:
-            q, k = (rotate(y, *place.rotations[self.rope]) for y in (q, k))
-        options = dict(
-            scale=config.attention_scale,
-            local_window_size=self.window,
-            logits_soft_cap=config.attention_soft_cap,
-            sinks=None if self.sinks is None else self.sinks[...],
-            implementation=config.implementation,
-        )
-        if place.decode and self.cache is not None:
-            o = self.cache.attend(q, k, v, seq_lengths=place.lengths, **options)
-        else:
-            o = pallas_flash.attention(
-                q, k, v, is_causal=True, segment_ids=place.segment_ids, **options
-            )
-        return self.out(o.reshape(batch, length, -1))
+        local_window_size=(config.window - 1, 0) if config.has_window(layer) else None,
+        logits_soft_cap=config.attention_soft_cap,
+        use_sinks=config.use_sinks,
+        use_bias=config.qkv_bias,
+        use_out_bias=config.out_bias,
+        dtype=config.compute_dtype,
+        param_dtype=config.param_dtype,
+        kernel_init=fan_in_init(config.features),
+        out_kernel_init=fan_in_init(width, branches=2 * config.num_layers),
+        implementation=config.implementation,
+        linear=Linear,
+        norm=lambda size, **_: Norm(size, config),
+        attention=attention,
+        rngs=rngs,
+    )
 
 
 class MLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        kwargs = {"use_bias": config.mlp_bias, "config": config, "rngs": rngs}
-        self.gate = Linear(config.features, config.hidden, **kwargs) if config.gated else None
-        self.up = Linear(config.features, config.hidden, **kwargs)
-        self.down = Linear(config.hidden, config.features, **kwargs)
+        features, hidden = config.features, config.hidden
+        linear = functools.partial(
+            Linear,
+            use_bias=config.mlp_bias,
+            dtype=config.compute_dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        inner = fan_in_init(features)
+        outer = fan_in_init(hidden, branches=2 * config.num_layers)
+        self.gate = linear(features, hidden, kernel_init=inner) if config.gated else None
+        self.up = linear(features, hidden, kernel_init=inner)
+        self.down = linear(hidden, features, kernel_init=outer)
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
@@ -178,18 +205,25 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Attention, then an MLP, each between norms and added to its input."""
 
-    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        attention: Callable[..., Any] | None,
+        rngs: nnx.Rngs,
+    ):
         def norm(wanted=True):
             return Norm(config.features, config) if wanted else None
 
-        self.attention_norm, self.attention = norm(), Attention(config, layer, rngs)
+        self.attention_norm = norm()
+        self.attention = attention_of(config, layer, attention, rngs)
         self.attention_post_norm = norm(config.post_norms)
         self.mlp_norm, self.mlp = norm(), MLP(config, rngs)
         self.mlp_post_norm = norm(config.post_norms)
 
-    def __call__(self, x: Float[Array, "B T C"], place: Place) -> Float[Array, "B T C"]:
-        """Return the residual stream after this layer."""
-        y = self.attention(self.attention_norm(x), place)
+    def __call__(self, x: Float[Array, "B T C"], **where) -> Float[Array, "B T C"]:
+        """Return the residual stream after this layer; the keywords are of `SelfAttention`."""
+        y = self.attention(self.attention_norm(x), **where)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(x))
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
@@ -200,12 +234,23 @@ class Embedding(nnx.Module):
 
     def __init__(self, rows: int, config: DecoderConfig, rngs: nnx.Rngs):
         shape = rows, config.features
-        self.weight = nnx.Param(_init(rngs.params(), shape, config.param_dtype))
+        self.weight = nnx.Param(_init_rows(rngs.params(), shape, config.param_dtype))
         self.dtype = config.compute_dtype
 
     def __call__(self, numbers: Int[Array, "..."]) -> Float[Array, "... C"]:
-        """Return the row of each number."""
+        """Return the row of each number.
+
+        In a small vocabulary it is the product of a one-hot row with the matrix. A lookup gives the
+        same bits, but its gradient adds one row for each token of the text to the matrix, in this
+        dtype and in any order. If most tokens are a few letters, these additions wait for each
+        other on a GPU. The product sums in float32.
+        """
         weight = self.weight[...]
+        if len(weight) <= SMALL:
+            one_hot = jax.nn.one_hot(numbers, len(weight), dtype=self.dtype)
+            y = jnp.dot(one_hot, weight.astype(self.dtype), precision="highest")  # no TF32
+            known = (numbers >= 0) & (numbers < len(weight))
+            return jnp.where(known[..., None], y, jnp.nan)
         # A negative number would count from the end; like one above all others it gives NaN.
         numbers = jnp.where(numbers < 0, len(weight), numbers.astype(jnp.int32))
         return jnp.take(weight, numbers, axis=0, mode="fill").astype(self.dtype)
@@ -218,18 +263,40 @@ class Decoder(nnx.Module):
         config: The model's shape.
         rngs: Source of the initial values.
         layout: The shardings of parameters and activations on several devices; None for one device.
+            Parameters move to their devices as soon as they are made, so that no device ever holds
+            the whole model.
+        attention: Computes attention without a cache, as in `pallas_flash.flax.SelfAttention`;
+            `Layout.attention` does it on a mesh.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, layout: Layout | None = None):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        layout: Layout | None = None,
+        attention: Callable[..., Any] | None = None,
+    ):
+        def placed(name, part):
+            if layout is not None:
+                layout.place(name, part)
+            return part
+
         self.config, self.layout = config, layout
-        self.embedding = Embedding(config.vocab_size, config, rngs)
-        self.position_embedding = None if config.rope else Embedding(config.context, config, rngs)
-        self.layers = nnx.List([Layer(config, n, rngs) for n in range(config.num_layers)])
-        self.norm = Norm(config.features, config)
-        shape = config.features, config.vocab_size
-        self.head = None if config.tied else Linear(*shape, config=config, rngs=rngs)
-        if layout is not None:
-            layout.place(self)
+        self.embedding = placed("embedding", Embedding(config.vocab_size, config, rngs))
+        self.position_embedding = (
+            placed("position_embedding", Embedding(config.context, config, rngs))
+            if config.rope is None
+            else None
+        )
+        layers = range(config.num_layers)
+        self.layers = nnx.List(
+            [placed("layers", Layer(config, n, attention, rngs)) for n in layers]
+        )
+        self.norm = placed("norm", Norm(config.features, config))
+        head = functools.partial(Linear, config.features, config.vocab_size)
+        options = dict(dtype=config.compute_dtype, param_dtype=config.param_dtype, rngs=rngs)
+        self.head = None if config.tied else placed("head", head(kernel_init=_init_rows, **options))
 
     def __call__(self, tokens: Int[Array, "B T"], **where) -> Float[Array, "B T vocab"]:
         """Return float32 logits; the keyword arguments are as in `stream`."""
@@ -240,6 +307,7 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B T"],
         *,
         positions: Int[Array, "B T"] | None = None,
+        order: Int32[Array, " T"] | None = None,
         segment_ids: Int32[Array, "B T"] | None = None,
         decode: bool = False,
         lengths: Int32[Array, " B"] | None = None,
@@ -250,6 +318,8 @@ class Decoder(nnx.Module):
             tokens: Texts; for `decode`, the tokens that follow those in the cache.
             positions: Position of each token, for its embedding; masks go by the order of the
                 array. None counts from the cache's end, or from each document's start.
+            order: The number in the text of each column of `tokens` and `segment_ids`, which then
+                lie in this order; `Layout.order` returns it. None is the order of the text.
             segment_ids: Document of each token of packed documents, which never see each other; a
                 document is one run of equal numbers.
             decode: Whether keys and values are cached for later tokens; call `init_cache` first.
@@ -260,24 +330,25 @@ class Decoder(nnx.Module):
             ValueError: The arguments do not fit each other, the model or the cache.
         """
         self._check(tokens, segment_ids, decode, lengths)
-        step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if decode:
-            step = self._cache().positions(tokens.shape[1])
-        elif segment_ids is not None:
-            first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-            step = step - jax.lax.cummax(jnp.where(first, step, 0), axis=1)
-        positions = step if positions is None else positions
+            where: dict[str, Any] = dict(decode=True, seq_lengths=lengths)
+            counted = self._cache().positions(tokens.shape[1])
+        else:
+            where = dict(segment_ids=segment_ids)
+            counted = _count(tokens.shape[1], segment_ids, order)
+        positions = counted if positions is None else positions
+        if order is not None:
+            where |= dict(positions=order, reordered=True)
+        elif self.config.rope is not None:
+            where |= dict(positions=positions)
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         if self.config.scale_embedding:
             x = x * jnp.asarray(math.sqrt(self.config.features), x.dtype)
-        ropes = {layer.attention.rope for layer in self.layers} - {None}
-        turns = {rope: rotation(rope, self.config.head_dim, positions) for rope in ropes}
-        place = Place(turns, segment_ids, decode, lengths)
 
         def through(layer, x):
-            return layer(x, place)
+            return layer(x, **where)
 
         if self.config.remat and not decode:
             through = nnx.remat(through, policy=pallas_flash.save_residuals)
@@ -312,11 +383,10 @@ class Decoder(nnx.Module):
             if not isinstance(size, int | np.integer) or size < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
         self._check_length("length", length)
-        shape = batch, length, self.config.num_kv_heads, self.config.head_dim
+        shape = batch, length, self.config.features
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for layer in self.layers:
-            cache = KVCache(shape, self.config.compute_dtype, ragged=True, sharding=heads)
-            layer.attention.cache = cache
+            layer.attention.init_cache(shape, ragged=True, sharding=heads)
 
     @classmethod
     def from_pretrained(
@@ -396,3 +466,13 @@ class Decoder(nnx.Module):
                 f"`{name}` must be no longer than the {self.config.context} learned positions; got "
                 f"{length}."
             )
+
+
+def _count(length: int, segment_ids, order) -> Int32[Array, "#B T"]:
+    """Return the number of each token in its document."""
+    step = jnp.arange(length, dtype=jnp.int32)[None]
+    if segment_ids is not None:
+        ids = segment_ids if order is None else segment_ids[:, jnp.argsort(order)]
+        first = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+        step = step - jax.lax.cummax(jnp.where(first, step, 0), axis=1)
+    return step if order is None else step[:, order]

@@ -1,4 +1,4 @@
-"""The sharding of a GPT: which axis of the mesh divides which axis of which array.
+"""The sharding of `Decoder`: which axis of the mesh divides which axis of which array.
 
     data       the batch
     fsdp       the batch, too; and an axis of each matrix, which is gathered where it is used
@@ -10,6 +10,7 @@ between devices from them. An optimizer's moments have the shardings of their pa
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -18,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from pallas_flash import attention
 from pallas_flash.masks import balanced_order
 
 # Outermost axis first. The devices of a host are neighbours on the last axes, whose messages a
@@ -25,24 +27,25 @@ from pallas_flash.masks import balanced_order
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 
-# The end of a parameter's path, and the axis of the mesh for each axis of the array.
+# The end of a parameter's path, and the axis of the mesh for each axis of the array. A matrix is
+# [outputs, inputs].
 RULES = (
-    (r"attention/(query|key|value)/kernel", PartitionSpec("fsdp", "tensor")),  # [C, heads, H]
-    (r"attention/out/kernel", PartitionSpec("tensor", None, "fsdp")),  # [heads, H, C]
-    (r"mlp/(gate|up)/kernel", PartitionSpec("fsdp", "tensor")),  # [C, hidden]
-    (r"mlp/down/kernel", PartitionSpec("tensor", "fsdp")),  # [hidden, C]
-    (r"embedding", PartitionSpec(None, "fsdp")),  # [vocab, C]
-    (r"scale", PartitionSpec()),
-    # The same of `Decoder`, with matrices [outputs, inputs].
     (r"(attention/(query|key|value)|mlp/(gate|up))/weight", PartitionSpec("tensor", "fsdp")),
     (r"(attention/out|mlp/down)/weight", PartitionSpec("fsdp", "tensor")),
     (r"(embedding|position_embedding|head)/weight", PartitionSpec(None, "fsdp")),
     (r"(\w*norm/weight|bias|sinks)", PartitionSpec()),
 )
+# The same for the arrays that attention gets beside queries, keys and values.
+OF_ATTENTION = {
+    "segment_ids": PartitionSpec(BATCH, "sequence"),
+    "query_positions": PartitionSpec(None, "sequence"),
+    "key_value_positions": PartitionSpec(None, "sequence"),
+    "sinks": PartitionSpec("tensor"),
+}
 
 
 def rule(path: str) -> PartitionSpec:
-    """Return the sharding of the parameter at a path, as in `blocks/0/mlp/up/kernel`.
+    """Return the sharding of the parameter at a path, as in `layers/0/mlp/up/weight`.
 
     Raises:
         ValueError: No rule or more than one rule matches the path.
@@ -67,19 +70,24 @@ class Layout:
         """Return the sharding that divides the axes of an array by these mesh axes, in order."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def shardings(self, state: Any) -> Any:
-        """Return the sharding of every array in a tree of parameters or of an optimizer's state."""
+    def shardings(self, state: Any, name: str = "") -> Any:
+        """Return the sharding of each array in a tree of parameters or of an optimizer's state.
+
+        Args:
+            state: The tree.
+            name: The path of the tree, where it is a part of the model's.
+        """
 
         def lie(path, x):
-            path = jax.tree_util.keystr(path, simple=True, separator="/")
+            path = f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
             return NamedSharding(self.mesh, rule(path) if x.ndim else PartitionSpec())
 
         return jax.tree_util.tree_map_with_path(lie, state)
 
-    def place(self, module: nnx.Module) -> None:
-        """Move the parameters of a module, or of a part of one, to their devices."""
+    def place(self, name: str, module: nnx.Module) -> None:
+        """Move the parameters of a part of the model, which has this name, to their devices."""
         state = nnx.to_pure_dict(nnx.state(module))
-        nnx.update(module, jax.tree.map(_spread, state, self.shardings(state)))
+        nnx.update(module, jax.tree.map(_spread, state, self.shardings(state, name)))
 
     def order(self, length: int) -> Int32[Array, " T"] | None:
         """Return the positions of a text's tokens in the order of the arrays; None if in order.
@@ -95,6 +103,41 @@ class Layout:
     def stream(self, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Divide the batch and the tokens of the activations between two layers."""
         return jax.lax.with_sharding_constraint(x, self.sharding(BATCH, "sequence"))
+
+    def attention(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K H"],
+        **options,
+    ) -> Float[Array, "B T N H"]:
+        """Call `pallas_flash.attention` on each device's share of batch, tokens and heads.
+
+        XLA's partitioner divides the ordinary call in the same way, but lowers its kernels again
+        for every layer, which takes seconds each.
+        """
+        options = {name: x for name, x in options.items() if x is not None}
+        arrays = {name: options.pop(name) for name in OF_ATTENTION if name in options}
+        return _by_shares(query, key, value, arrays, layout=self, options=tuple(options.items()))
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "options"))
+def _by_shares(query, key, value, arrays, *, layout: Layout, options: tuple):
+    along = "sequence" if layout.mesh.shape["sequence"] > 1 else None
+
+    def call(query, key, value, arrays):
+        return attention(query, key, value, sequence_axis=along, **arrays, **dict(options))
+
+    rows = PartitionSpec(BATCH, "sequence", "tensor")
+    # Unchecked, because Pallas refuses the kernels for Hopper where it is checked.
+    shared = jax.shard_map(
+        call,
+        mesh=layout.mesh,
+        in_specs=(rows, rows, rows, {name: OF_ATTENTION[name] for name in arrays}),
+        out_specs=rows,
+        check_vma=False,
+    )
+    return shared(query, key, value, arrays)
 
 
 def _spread(x, sharding: NamedSharding):

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-
-class UserError(ValueError):
-    """A mistake of the user, or a machine that cannot do it; the message is one sentence."""
+from models.errors import UserError as UserError
+from models.errors import why as why
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -62,13 +61,6 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(f"error: {error}")
 
     return ending
-
-
-def why(error: OSError | UnicodeError) -> str:
-    """Return why a file cannot be used, in a few words without its name."""
-    if isinstance(error, OSError):
-        return (error.strerror or str(error)).lower()
-    return "no text"
 
 
 def parse_size(text: str) -> int:

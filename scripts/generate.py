@@ -1,4 +1,4 @@
-"""Write text with a trained model: a run of `train_gpt.py`, or a folder of weights.
+"""Write text with a trained model: a run of the trainers, or a folder of weights.
 
     python scripts/generate.py runs/gpt --prompt "def "
     python scripts/generate.py Qwen2.5-0.5B-Instruct --prompt "Why is the sky blue?"
@@ -6,7 +6,7 @@
     git diff | python scripts/generate.py Qwen2.5-0.5B-Instruct --system "Summarise this change."
 
 A folder of weights has config.json, model.safetensors (or shards of it) and tokenizer.json; see
-`models/config.py` for the families. If it has a chat template, a prompt is what the user says.
+`models/families.py` for the families. If it has a chat template, a prompt is what the user says.
 Nothing is downloaded.
 
 The standard output has the new text alone, as it is written; all else goes to the standard error.
@@ -26,9 +26,9 @@ try:
     from flax import nnx
 
     from models.generation import Generation, Sampling
+    from models.tokens import TextStream, utf8
     from scripts.command import Parser, UserError, command, parse_path, parse_size, why
     from scripts.generation.source import Source, message_with_flags, open_source
-    from scripts.generation.tokens import TextStream, utf8
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"generate.py: error: no module named {error.name!r}: run pip install -e '.[models]' in a "
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         "source",
         metavar="RUN_OR_FOLDER",
         type=parse_path,
-        help="folder of a run (--out-dir of train_gpt.py), or of weights",
+        help="folder of weights, or of a run (--out-dir) that has some",
     )
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", metavar="TEXT", help="a text to continue; may be repeated")
@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=parse_path,
         metavar="FILE",
         help="a file with a prompt in each line, - for the standard input; without this and "
-        "--prompt, all of the standard input is one prompt, or else a run's own prompt",
+        "--prompt, all of the standard input is one prompt",
     )
     add(
         "--chat",
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
         "(what is before the prompt) and the newer half of its other tokens",
     )
     drawn = parser.add_argument_group(
-        "drawing", "Defaults are those of the run, or of the folder's generation_config.json."
+        "drawing", "Defaults are those of the folder's generation_config.json."
     )
     add = drawn.add_argument
     add("--temperature", type=float, metavar="T", help="0 takes the most likely token (else: 1)")
@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="type of the activations; auto is the type of the run or of the weights",
+        help="type of the activations; auto is the type of the weights",
     )
     add(
         "--attention",
@@ -125,8 +125,8 @@ def read_text(path: pathlib.Path) -> str:
     return text.removeprefix(BYTE_ORDER_MARK)
 
 
-def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
-    """Return the prompts of flags, file, standard input or run, in this order.
+def read_prompts(flags: argparse.Namespace) -> list[str]:
+    """Return the prompts of flags, file or standard input, in this order.
 
     Raises:
         UserError: There is none.
@@ -139,8 +139,6 @@ def read_prompts(flags: argparse.Namespace, source: Source) -> list[str]:
     elif not prompts and not sys.stdin.isatty():
         text = read_text(pathlib.Path("-")).rstrip("\r\n")
         prompts = [text] if text else []
-    if not prompts and flags.prompts is None and "prompt" in source.defaults:
-        prompts = [source.defaults["prompt"]]
     if not all(prompts) or not prompts:
         raise UserError("--prompt must have a character; got none in flags, file or input.")
     return prompts
@@ -248,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         auto.get(flags.attention, flags.attention),
         flags.devices,
     )
-    prompts = read_prompts(flags, source)
+    prompts = read_prompts(flags)
     tokens, config = encode(flags, source, prompts), source.model.config
     size = sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(source.model, nnx.Param)))
     device = jax.devices()[0].device_kind

@@ -123,6 +123,7 @@ NAMES = {
     "tokamax_triton": "tokamax, Triton",
     "tokamax_mosaic": "tokamax, Mosaic GPU",
     "flash_attention_3": "FlashAttention-3",
+    "cuequivariance": "cuEquivariance",
     "triton_tutorial": "Triton tutorial",
     "torch_cudnn": "PyTorch, cuDNN",
     "torch_flash": "PyTorch, FlashAttention-2",
@@ -262,6 +263,31 @@ def peers(file: str) -> str:
         rows.append([words, *cells])
     heads = (f"{x}{y}" for x in ("forward", "backward") for y in (" calls", ""))
     return markdown(["peer", *heads], rows)
+
+
+# Kernels, and what compiles them.
+WAYS = {
+    "ours": "Pallas, Triton",
+    "jax_mha": "Pallas, Triton",
+    "tokamax_triton": "Pallas, Triton",
+    "triton_tutorial": "jax-triton",
+    "jax_mosaic": "Pallas, Mosaic GPU",
+    "tokamax_mosaic": "Pallas, Mosaic GPU",
+    "jax_cudnn": "cuDNN",
+}
+
+
+def ways(file: str) -> str:
+    """Return the speeds of kernels that are compiled in different ways, at 16k tokens."""
+    cases = ("64-full", "128-full", "128-causal")
+    columns = [(x, f"{case}-16k") for x in ("forward", "backward") for case in cases]
+    rows = []
+    for name, way in WAYS.items():
+        lines = [chosen(file, attention_pass, call, name) for attention_pass, call in columns]
+        speeds = (f"{x[0]['tflops']:.0f}" if x else "" for x in lines)
+        rows.append([way, NAMES[name], *speeds])
+    head = (case_in_words(x, call.removesuffix("-16k").replace("-", " ")) for x, call in columns)
+    return markdown(["way", "kernel", *head], rows)
 
 
 def times(file: str) -> str:
@@ -424,6 +450,7 @@ TABLES = {
     "calls": calls,
     "losses": losses,
     "peers": peers,
+    "ways": ways,
     "times": times,
     "options": options,
     "choice": choice,

@@ -1,12 +1,12 @@
-"""Turn a text into token files, which `train_gpt.py --data` maps into memory.
+"""Turn a text into token files, which `python -m models.train --data` maps into memory.
 
     python scripts/prepare_tokens.py my_texts/ --tokenizer Qwen2.5-0.5B --out-dir tokens/
     python scripts/prepare_tokens.py my_texts/ --vocab-size 8192 --out-dir tokens/
-    python scripts/train_gpt.py --data tokens/ --out-dir runs/tokens
+    python -m models.train --data tokens/ --out-dir runs/tokens
 
-The text is a file, or a folder as `train_gpt.py` reads it. A document is a file, or in a .jsonl
-file the field "text" of a line; each gets the tokens that the tokenizer begins one with, and then
-the end token. About a tenth of the documents is held out. The name of a special token in a document
+The text is a file, or a folder as the trainer reads it. A document is a file, or in a .jsonl file
+the field "text" of a line; each gets the tokens that the tokenizer begins one with, and then the
+end token. About a tenth of the documents is held out. The name of a special token in a document
 is text; with --special-tokens it is the token, as in chats that a template has written.
 
 The tokenizer is a tokenizer.json, or the folder of weights that has one. Without one, byte-level
@@ -25,12 +25,10 @@ from typing import Any
 try:
     import numpy as np
 
-    from scripts.command import Parser, UserError, command, parse_path, parse_size
-    from scripts.generation.tokens import FromFolder
-    from scripts.training.checkpoints import MARK, read_marked, sha256_of, write_file
-    from scripts.training.run_folder import END, TOKENIZER, lock
-    from scripts.training.settings import TrainConfig, message_with_flags
-    from scripts.training.text import (
+    from models.tokens import FromFolder
+    from models.train import with_flags
+    from models.training.files import END, MARK, TOKENIZER, lock, read_marked, sha256_of, write_file
+    from models.training.text import (
         ENDS,
         LOCK,
         NEW,
@@ -41,6 +39,7 @@ try:
         split_files,
         why_left_out,
     )
+    from scripts.command import Parser, UserError, command, parse_path, parse_size
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"error: this script needs a checkout installed with extras; got no module named "
@@ -239,7 +238,7 @@ def prepare(
     out_dir.mkdir(parents=True, exist_ok=True)
     with lock(out_dir / LOCK):
         # The folder of results is no text.
-        files, left_out = read_files(TrainConfig(data=str(data), out_dir=str(out_dir)))
+        files, left_out = read_files(str(data), str(out_dir))
         if left_out:
             print(why_left_out(left_out))
         sides = split_documents(documents_of(files))
@@ -367,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace=flags.replace,
         )
     except UserError as error:
-        raise UserError(message_with_flags(error).replace("--data", "DATA")) from None
+        raise UserError(with_flags(error).replace("--data", "DATA")) from None
     for side in SIDES:
         size, tokens, count = (done[name][side] for name in ("bytes", "tokens", "documents"))
         print(

@@ -76,7 +76,7 @@ def small_tiles(monkeypatch):
     make_tiles_small(monkeypatch.setattr)
 
 
-# Fixtures for a run of the training script; tiny_run.py takes a while to import.
+# Fixtures for a run of the trainer; tiny_run.py takes a while to import.
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +115,7 @@ def finished(corpus, compiled, tmp_path_factory):
     """An uninterrupted run: its settings and its result."""
     from support.tiny_run import TINY, compiling_into
 
-    from scripts.train_gpt import train
+    from models.training.loop import train
 
     out_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     config = dataclasses.replace(TINY, data=str(corpus), out_dir=str(out_dir))

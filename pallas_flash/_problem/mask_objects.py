@@ -350,7 +350,8 @@ class BlockMask(MaskObject):
     """Block-sparse attention: a bool for each block of queries and keys.
 
     Kernels visit only tiles that overlap a True block; sizes of tiles and blocks are independent.
-    One object serves every layer and step. `from_mask` builds one from another mask.
+    One object serves every layer and step. `from_mask` builds one from another mask, `from_topk`
+    from scores of blocks.
 
     Attributes:
         some: bool [B | 1, N | 1, ceil(T / block_q), ceil(S / block_kv)]: blocks in which some pair
@@ -429,6 +430,63 @@ class BlockMask(MaskObject):
         mask = jax.tree.map(jnp.asarray, mask)
         return cls(some, block_q, block_kv, every, mask, q_len, kv_len)
 
+    @classmethod
+    def from_topk(cls, scores, k: int | None = None, *, kv_len: int | None = None,
+                  block_q: int = 64, block_kv: int = 64) -> "BlockMask":  # fmt: skip
+        """Return the key blocks that data chooses for each block of queries.
+
+        The lowest of blocks with equal scores comes first, so that every run and device chooses
+        the same. The choice has no gradient. `is_causal` still hides later keys of a chosen block.
+
+        Args:
+            scores: floating [B | 1, N | 1, ceil(T / block_q), ceil(S / block_kv)], a number for
+                each key block: +inf forces a block, and -inf and NaN exclude it. Or the numbers of
+                blocks that were chosen before, integers [B | 1, N | 1, ceil(T / block_q), any] in
+                any order; a number outside of the key blocks, such as -1, is none.
+            k: the most key blocks of a block of queries; None with numbers of blocks.
+            kv_len: S, if known. Numbers of blocks need it.
+            block_q: queries in a block; with 1 each query chooses for itself.
+            block_kv: keys in a block.
+
+        Returns:
+            A mask that allows all pairs of the chosen blocks. Its `some` may be kept and used
+            again.
+
+        Example:
+            >>> import jax.numpy as jnp, pallas_flash
+            >>> scores = jnp.array([[[[0.5, 0.5, 0.5], [0.1, 0.3, jnp.inf]]]])
+            >>> mask = pallas_flash.masks.BlockMask.from_topk(scores, 2, block_q=4, block_kv=4)
+            >>> mask.some[0, 0].astype(int)
+            Array([[1, 1, 0],
+                   [0, 1, 1]], dtype=int32)
+        """
+        scores = array("scores", scores)
+        block_q, block_kv = at_least(1, "block_q", block_q), at_least(1, "block_kv", block_kv)
+        numbered = jnp.issubdtype(scores.dtype, jnp.integer)
+        if not numbered and not jnp.issubdtype(scores.dtype, jnp.floating):
+            raise TypeError(
+                "`scores` must be floating point, or integers that are numbers of key blocks; got "
+                f"{scores.dtype}. Pass a table of bools as `BlockMask(table, block_q, block_kv)`."
+            )
+        if scores.ndim != 4:
+            raise ValueError(
+                "`scores` must have 4 axes, [B, N, query blocks, key blocks], the first two "
+                f"possibly 1; got shape {scores.shape}. Add each missing axis with size 1."
+            )
+        if numbered and k is not None:
+            raise ValueError(
+                f"`k` must be None with numbers of blocks, which are all taken; got {describe(k)}. "
+                "Drop it, or give fewer numbers."
+            )
+        if numbered:
+            kv_len = at_least(1, "kv_len", kv_len)
+            choose = functools.partial(_numbered, count=Tiling(kv_len, block_kv).count)
+        else:
+            kv_len = None if kv_len is None else at_least(1, "kv_len", kv_len)
+            choose = functools.partial(_largest, k=at_least(1, "k", k))
+        some = divided_by_xla(choose, None, scores)
+        return cls(some, block_q, block_kv, kv_len=kv_len)
+
     def _fit(self, call):
         sizes: dict[str, Any] = {
             name: at_least(1, f"BlockMask.{name}", getattr(self, name))
@@ -486,7 +544,26 @@ class BlockMask(MaskObject):
         return *_padded_shape(self.some)[:2], self.q_len or 1, self.kv_len or 1
 
 
-# Compiled once for all calls outside of `jit`.
+# Compiled once for all calls outside of `jit`, as are the functions below.
+@functools.partial(jax.jit, static_argnames="k")
+def _largest(scores: jax.Array, k: int) -> jax.Array:
+    """Return where the k largest scores of each row are; of equal ones the first, and no -inf."""
+    scores = lax.stop_gradient(scores)
+    candidates = scores > -jnp.inf  # False for NaN, too.
+    scores = jnp.where(candidates, scores, -jnp.inf)
+    # A number, not the order in which `top_k` returns equal ones, which is up to the device.
+    least = lax.top_k(scores, min(k, scores.shape[-1]))[0][..., -1:]
+    above, equal = scores > least, scores == least
+    room = k - above.sum(-1, keepdims=True, dtype=jnp.int32)
+    return candidates & (above | equal & (jnp.cumsum(equal, -1, dtype=jnp.int32) <= room))
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _numbered(numbers: jax.Array, count: int) -> jax.Array:
+    """Return which of `count` blocks each row of numbers names."""
+    return (numbers[..., None] == jnp.arange(count)).any(-2)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _classes_by_rows(
     mask: Mask, batch: int, num_heads: int, q_tiles: Tiling, kv_tiles: Tiling

@@ -500,7 +500,7 @@ class Mask(Divisible):
 
     @property
     def known_on_host(self) -> bool:
-        """Whether NumPy knows the blocks, because neither arrays nor predicates decide them."""
+        """Whether NumPy knows the blocks, because no array decides them."""
         return not (self.scattered or jax.tree.leaves(self))
 
     def kv_lists(self, q_tiles: Tiling, kv_tiles: Tiling, groups: int = 1) -> jax.Array:

@@ -1,7 +1,7 @@
 """Self-attention as a layer."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,10 @@ class SelfAttention(nnx.Module):
     Each run of `num_heads // num_kv_heads` query heads shares one key/value head (GQA,
     https://arxiv.org/abs/2305.13245).
 
+    Its parts can be replaced: `linear` and `norm` make the maps and norms, `rope` turns q and k,
+    and `attention` mixes the tokens. The parts are attributes: `query`, `key`, `value`, `out`,
+    `query_norm`, `key_norm`, and `cache`, to which a `KVCache` of another shape may be assigned.
+
     To generate text, `init_cache` makes room for keys and values, and calls with `decode=True` add
     the next tokens to it: first all of the prompt, then each new token. `init_pages` makes pages
     that requests share, as a server does.
@@ -65,9 +69,12 @@ class SelfAttention(nnx.Module):
         is_causal: Whether a token sees only itself and the tokens before it, by their order in the
             array and whatever their `positions`, unless a call says `reordered`.
         rope_theta: Base of the rotary angles, 10,000 in most models. None is no rotary embedding.
+        rope: Rotary rule, if `apply_rope` with `rope_theta` is not the one: `rope(x, positions)`
+            returns queries or keys `x` [*batch, T, heads, H], turned.
         normalize_qk: Whether queries and keys go through an RMSNorm over the head dim, each with a
             learned scale [H] that all heads share, before rotary positions (as in Qwen 3,
             https://arxiv.org/abs/2505.09388, and Gemma 3, https://arxiv.org/abs/2503.19786).
+        scale: Multiplies the products of queries and keys. None is 1 / sqrt(H).
         local_window_size: (left, right): a token sees the `left` tokens before it and, unless it is
             causal, the `right` tokens after it; an int for both. None is no window.
         logits_soft_cap: Scores s become cap * tanh(s / cap). None is no cap.
@@ -78,12 +85,17 @@ class SelfAttention(nnx.Module):
         deterministic: Whether dropout is switched off. None leaves it to the call, or to
             `train()`, `eval()` and `nnx.view`, which set it.
         use_bias: Whether the linear maps add a bias.
+        use_out_bias: The same of the output map. None is `use_bias`.
         dtype: Computation dtype. None is the one that the input and the parameters promote to.
         param_dtype: Dtype of the parameters.
         precision: Precision of the linear maps and of the attention.
         kernel_init: Initializer of the linear maps.
         out_kernel_init: Initializer of the output map. None is `kernel_init`.
         sinks_init: Initializer of the sinks.
+        linear: Makes the four linear maps; it is called as `nnx.LinearGeneral` is.
+        norm: Makes the norms of `normalize_qk`; it is called as `nnx.RMSNorm` is.
+        attention: Computes attention where nothing is cached; it is called as
+            `pallas_flash.attention` is, which None stands for.
         implementation: As in `pallas_flash.attention`.
         reproducible: As in `pallas_flash.attention`; `deterministic` is about dropout.
         sequence_axis: As in `pallas_flash.attention`, for a layer that is called inside a
@@ -112,7 +124,9 @@ class SelfAttention(nnx.Module):
         head_dim: int | None = None,
         is_causal: bool = False,
         rope_theta: float | None = None,
+        rope: Callable[[Array, Array], Array] | None = None,
         normalize_qk: bool = False,
+        scale: float | None = None,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         use_sinks: bool = False,
@@ -120,12 +134,16 @@ class SelfAttention(nnx.Module):
         broadcast_dropout: bool = True,
         deterministic: bool | None = None,
         use_bias: bool = False,
+        use_out_bias: bool | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: str | jax.lax.Precision | None = None,
         kernel_init: Initializer = _lecun_normal,
         out_kernel_init: Initializer | None = None,
         sinks_init: Initializer = _zeros,
+        linear: Callable[..., Any] = nnx.LinearGeneral,
+        norm: Callable[..., Any] = nnx.RMSNorm,
+        attention: Callable[..., Any] | None = None,
         implementation: Implementation | None = None,
         reproducible: bool | None = None,
         sequence_axis: str | tuple[str, ...] | None = None,
@@ -134,12 +152,20 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
+        if None not in (rope, rope_theta):
+            raise ValueError(
+                "`rope_theta` must be None with `rope`, which has a base of its own; got "
+                f"{rope_theta}. Pass one of the two."
+            )
         num_kv_heads, head_dim = _head_sizes(
             features, num_heads, num_kv_heads, head_dim, rope_theta
         )
         self.features = features
+        self.kv_shape = num_kv_heads, head_dim
+        self.dtype, self.param_dtype = dtype, param_dtype
         self.is_causal = is_causal
-        self.rope_theta = rope_theta
+        self.rope_theta, self.rope = rope_theta, rope
+        self.scale = scale
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.dropout_rate = share_to_drop("dropout_rate", dropout_rate)
@@ -151,28 +177,22 @@ class SelfAttention(nnx.Module):
         self.sequence_axis = sequence_axis
         self.context_parallelism: ContextParallelism | None = context_parallelism
         self.sow_max_logits = flag("sow_max_logits", sow_max_logits)
-        linear = functools.partial(
-            nnx.LinearGeneral,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            rngs=rngs,
-        )
-        self.query = linear(features, (num_heads, head_dim), kernel_init=kernel_init)
-        self.key = linear(features, (num_kv_heads, head_dim), kernel_init=kernel_init)
-        self.value = linear(features, (num_kv_heads, head_dim), kernel_init=kernel_init)
+        self.attention = attention
+        options = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(linear, precision=precision, **options)
+        of_input = dict(kernel_init=kernel_init, use_bias=use_bias)
+        self.query = linear(features, (num_heads, head_dim), **of_input)
+        self.key = linear(features, (num_kv_heads, head_dim), **of_input)
+        self.value = linear(features, (num_kv_heads, head_dim), **of_input)
         self.out = linear(
             (num_heads, head_dim),
             features,
             axis=(-2, -1),
             kernel_init=out_kernel_init or kernel_init,
+            use_bias=use_bias if use_out_bias is None else use_out_bias,
         )
         self.query_norm, self.key_norm = (
-            nnx.RMSNorm(head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-            if normalize_qk
-            else None
-            for _ in range(2)
+            norm(head_dim, **options) if normalize_qk else None for _ in range(2)
         )
         self.sinks = (
             nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype)) if use_sinks else None
@@ -259,7 +279,7 @@ class SelfAttention(nnx.Module):
                 "`requests` must be None without decode=True, because they are of tokens in pages; "
                 f"got {type(requests).__name__}. Leave them out."
             )
-        if self.rope_theta is None and positions is not None and where is None:
+        if not self._turns and positions is not None and where is None:
             raise ValueError(
                 "`positions` must be None when `rope_theta` is None, because nothing reads them; "
                 f"got positions.shape={positions.shape}. Leave them out, or pass reordered=True "
@@ -284,7 +304,7 @@ class SelfAttention(nnx.Module):
         else:
             scores_shape = (*batch, q.shape[-2], length, whole)
             seq_lengths = merge_full("seq_lengths", seq_lengths, batch, ())
-            results = attention(
+            results = (self.attention or attention)(
                 merge_batch(q, batch),
                 *(merge_batch(y.astype(q.dtype), batch) for y in (k, v)),
                 bias=merge_scores("bias", bias, scores_shape),
@@ -302,18 +322,26 @@ class SelfAttention(nnx.Module):
         o = self._sown(results, batch) if isinstance(results, tuple) else results
         return self.out(o).reshape(x.shape)
 
+    @property
+    def _turns(self) -> bool:
+        """Whether queries and keys are turned by their positions."""
+        return self.rope is not None or self.rope_theta is not None
+
     def _projections(self, x, positions) -> tuple[Array, Array, Array]:
         """Return q [*batch, T, N, H], k and v [*batch, T, K, H] of tokens at `positions`."""
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.rope_theta is not None:
+        if self.rope is not None:
+            q, k = (self.rope(y, positions) for y in (q, k))
+        elif self.rope_theta is not None:
             q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
         return q, k, v
 
     def _scores(self) -> dict:
         """Return the options that `attention` and `paged_attention` share."""
         return dict(
+            scale=self.scale,
             local_window_size=self.local_window_size,
             logits_soft_cap=self.logits_soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
@@ -373,7 +401,7 @@ class SelfAttention(nnx.Module):
                 f"`input_shape` must be sizes (*batch, length, {self.features}); got "
                 f"{describe(input_shape)}. Give the shape of the longest input."
             )
-        shape = (*sizes[:-1], *self.key.out_features)
+        shape = (*sizes[:-1], *self.kv_shape)
         if flag("ring", ring):
             window_in_ring(self.local_window_size, sizes[-2])
         dtype = self._cache_dtype(dtype)
@@ -402,12 +430,12 @@ class SelfAttention(nnx.Module):
             ValueError: If a size is not an int of at least 1, or the sharding divides tokens of a
                 page or the head dim.
         """
-        shape = (num_pages, page_size, *self.key.out_features)
+        shape = (num_pages, page_size, *self.kv_shape)
         self.cache = PagedKVCache(shape, self._cache_dtype(dtype), sharding=sharding)
 
     def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
         """Return the dtype of a new cache."""
-        return self.key.dtype or self.key.param_dtype if dtype is None else dtype
+        return self.dtype or self.param_dtype if dtype is None else dtype
 
     def _cache(self, refused: dict, *, divided: bool) -> KVCache | PagedKVCache:
         """Return the cache, for a call that it can serve.

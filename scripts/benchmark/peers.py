@@ -65,11 +65,12 @@ class Attend:
         return x.swapaxes(1, 2) if self.heads_first else x
 
     def from_peer(self, shape: Shape, name: str, x: jax.Array) -> jax.Array:
-        """Convert one of o, dq, dk and dv to the common form, in float32."""
+        """Convert a result to the common form, in float32."""
         x = x.astype(jnp.float32)
         if name == "dq" and not self.has_scale:
             x = x * shape.scale
-        return x.swapaxes(1, 2) if self.heads_first else x
+        first = self.heads_first and name in ("o", "dq", "dk", "dv")
+        return x.swapaxes(1, 2) if first else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _import_tokamax():
 
 def _tokamax(op: Any, mask_class: Any, shape: Shape) -> Attend:
     _refuse(shape.option == "sinks", "has no sinks")
+    _refuse(shape.chosen is not None, "has no block-sparse mask")
     _refuse(shape.option == "ALiBi", "has ALiBi as a bias alone")
     _refuse(shape.option == "dropout", "takes a mask of what is dropped")
     _only_causal_segments(shape)
@@ -304,6 +306,24 @@ def _flash_attention_3(shape: Shape, direction: str) -> Attend:
         "its gradients without a causal mask are wrong in flash-attn3-jax 0.2.3",
     )
     return Attend(functools.partial(flash_mha, is_causal=shape.causal))
+
+
+# ------------------------------------------------------------------------------------------------
+# cuEquivariance, for structural biology.
+
+
+def _cuequivariance(shape: Shape, direction: str) -> Attend:
+    from cuequivariance_jax import triangle_attention
+
+    _only(shape, "bias", "trained bias")
+    _refuse(shape.causal, "has no causal mask")
+    _refuse(shape.option is None, "needs a bias")
+
+    def call(q, k, v, bias):
+        q, k, v = (x[None] for x in (q, k, v))
+        return triangle_attention(q, k, v, bias[None], None, scale=shape.scale)[0][0]
+
+    return Attend(call, shape.arrays(), heads_first=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -459,6 +479,11 @@ PEERS = {
     "tokamax_mosaic": Peer("tokamax", _tokamax_mosaic, _EXTRA),
     "flash_attention_3": Peer(
         "flash-attn3-jax", _flash_attention_3, "pip install flash-attn3-jax einops"
+    ),
+    "cuequivariance": Peer(
+        "cuequivariance-jax",
+        _cuequivariance,
+        "pip install cuequivariance-jax cuequivariance-ops-jax-cu13",
     ),
     "triton_tutorial": Peer("triton", _triton_tutorial, _EXTRA),
     "torch_cudnn": Peer("torch", functools.partial(_torch_sdpa, "CUDNN_ATTENTION"), _TORCH),

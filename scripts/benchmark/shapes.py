@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash.masks import BlockMask
 from scripts.command import UserError
 
 DIRECTIONS = ("forward", "backward")
@@ -28,6 +29,7 @@ OPTIONS = {
     "dropout": "of one in 10",
 }
 SOFT_CAP, DROPOUT = 50.0, 0.1
+BLOCK = 128  # Tokens of a block of `Shape.chosen`.
 # Flags of the options that a shape given by flags may have.
 FLAGS_OF_OPTIONS = {
     **{"soft_cap": "soft cap", "dropout": "dropout", "bias": "bias"},
@@ -50,6 +52,8 @@ class Shape:
         lengths: Whether batch elements have random valid lengths, from T / 4 to T.
         option: A key of `OPTIONS`.
         amount: The soft cap or the dropout rate; None: `SOFT_CAP` or `DROPOUT`.
+        chosen: The most key blocks that a query block sees, its own one among them and the others
+            random for each key head; needs `causal`.
     """
 
     case: str
@@ -66,6 +70,7 @@ class Shape:
     lengths: bool = False
     option: str | None = None
     amount: float | None = None
+    chosen: int | None = None
     dtype: str = "bfloat16"
     passes: tuple[str, ...] = DIRECTIONS
 
@@ -112,6 +117,7 @@ class Shape:
             "window": self.window is not None,
             "segment ids": self.documents is not None,
             "lengths": self.lengths,
+            "block-sparse mask": self.chosen is not None,
             self.option: self.option is not None,
         }
         return [name for name, is_asked in asked.items() if name and is_asked]
@@ -148,6 +154,8 @@ class Shape:
         if self.lengths:
             names = ("query_seq_lengths", "key_value_seq_lengths")
             arrays |= dict.fromkeys(names, self.each_length())
+        if self.chosen is not None:
+            arrays["mask"] = _chosen_blocks(self)
         return arrays | _option_arrays(self)
 
     def first_keys(self) -> np.ndarray | None:
@@ -168,6 +176,10 @@ class Shape:
             pairs = float((valid * keys).sum())
             if self.option == "mask array":
                 pairs = self.B * float(self.arrays()["mask"].sum())
+            if self.chosen is not None:
+                # Whole blocks, less half of the own one of each query block.
+                blocks = visited_blocks(self.T, self.chosen) - self.T / BLOCK / 2
+                return self.B * BLOCK**2 * blocks
             if not self.causal:
                 return pairs
             # Query i sees the keys up to i.
@@ -192,6 +204,11 @@ class Shape:
         return self.B * rows * width * jnp.dtype(self.dtype).itemsize
 
 
+def visited_blocks(tokens: int, chosen: int | None = None) -> int:
+    """Return the blocks up to the diagonal, of each query block at most as many as are chosen."""
+    return sum(min(i + 1, chosen or i + 1) for i in range(tokens // BLOCK))
+
+
 def short(n: int) -> str:
     """Return a short form of a length: 16384 is 16k."""
     return f"{n // 1024}k" if n % 1024 == 0 else str(n)
@@ -212,6 +229,16 @@ def _option_arrays(shape: Shape) -> dict[str, Any]:
         case "dropout":
             return {"dropout_key": jax.random.key_data(key)}
     return {}
+
+
+@functools.lru_cache(maxsize=1)
+def _chosen_blocks(shape: Shape) -> BlockMask:
+    blocks = shape.T // BLOCK
+    scores = jax.random.normal(jax.random.key(0), (1, shape.K, blocks, blocks))
+    scores = jnp.where(jnp.eye(blocks, dtype=bool), jnp.inf, scores)
+    scores = jnp.where(jnp.tri(blocks, dtype=bool), scores, -jnp.inf)
+    scores = jnp.repeat(scores, shape.N // shape.K, axis=1)
+    return BlockMask.from_topk(scores, shape.chosen, block_q=BLOCK, block_kv=BLOCK)
 
 
 _LONG = (16 * K, 8 * K, 4 * K, 2 * K)
@@ -262,6 +289,17 @@ _ROWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ),
     (f"256 causal{WITH}soft cap", (4 * K,), dict(D=256, option="soft cap")),
     ("float32 64 *", (4 * K,), dict(D=64, dtype="float32")),
+    # Triangle attention: the rows of N x N pairs are the batch.
+    *(
+        (f"triangle 32{WITH}trained bias", (N,), dict(B=N, N=4, D=32, option="trained bias"))
+        for N in (256, 384, 768, K)
+    ),
+    # Sparse attention that data decides, and the same dense.
+    *(
+        (f"gqa 16 on 4 of 128 causal{words}", (T,), dict(B=1, D=128, N=16, K=4, chosen=chosen))
+        for T in (32 * K, 64 * K, 128 * K)
+        for chosen, words in ((None, ""), (16, f"{WITH}16 chosen blocks"))
+    ),
     # For machines without a GPU.
     ("small", (256,), dict(B=2, N=4, K=2, D=64, causal=True, dtype="float32")),
 ]

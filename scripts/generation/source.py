@@ -1,4 +1,4 @@
-"""The model of `generate.py`: from a run of `train_gpt.py`, or from a folder of weights."""
+"""The model of `generate.py`: from a folder of weights, which the folder of a run has, too."""
 
 import dataclasses
 import json
@@ -11,12 +11,11 @@ import jax
 from jax.sharding import AxisType
 
 from models import Decoder
+from models.checkpoint import weights_folder
+from models.errors import UserError
 from models.sharding import AXES, Layout
-from scripts.command import UserError
-from scripts.generation.tokens import Bytes, FromFolder, read_json
-from scripts.training.weights import weights_folder
+from models.tokens import Bytes, FromFolder, read_json
 
-RUN = "run.json"
 # Arguments in messages of `models`, and what the command line has for them.
 FLAGS = {
     **{"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p"},
@@ -75,7 +74,7 @@ def open_source(
 
     Args:
         folder: The folder.
-        dtype: Type of the activations; None is the type of the run or of the weights.
+        dtype: Type of the activations; None is the type of the weights.
         attention: As `implementation` of `pallas_flash.attention`.
         devices: Number of devices that share a folder's weights.
 
@@ -85,10 +84,8 @@ def open_source(
     if not folder.is_dir():
         raise UserError(f"RUN_OR_FOLDER must be a folder; got {folder}.")
     layout, weights = make_layout(devices), weights_folder(folder)
-    if (folder / RUN).exists() and weights is None:
-        if layout is not None:
-            raise UserError(f"--devices must be 1 for a run; got {devices}.")
-        return _open_run(folder, dtype, attention)
+    if weights is None and (folder / "checkpoints").exists():
+        raise UserError(f"{folder} must have weights/, which a run writes when it ends; got none.")
     folder = weights or folder
     try:
         model = Decoder.from_pretrained(
@@ -114,40 +111,6 @@ def open_source(
         print(f"{folder}/generation_config.json asks for {asked}: not applied", file=sys.stderr)
     family = json.loads(model.config.source or "{}")["model_type"]
     defaults = defaults if generation.get("do_sample") else {}
-    return Source(model, FromFolder(folder), defaults, family)
-
-
-def _open_run(folder: pathlib.Path, dtype: str | None, attention: str | None) -> Source:
-    """Return the model of the newest whole checkpoint of a run."""
-    try:
-        from models.gpt import GPTConfig, as_decoder
-        from scripts.train_gpt import model_functions
-        from scripts.training.checkpoints import Checkpoints, read_marked
-        from scripts.training.run_folder import CHECKPOINTS, TOKENIZER
-    except (ModuleNotFoundError, SystemExit):
-        raise UserError(
-            "a run needs the packages that trained it: run pip install -e '.[train]'."
-        ) from None
-    saved = read_marked(folder / RUN)
-    if saved is None:
-        raise UserError(f"{folder / RUN} must be one that train_gpt.py has written; got another.")
-    checkpoints = Checkpoints(folder.absolute() / CHECKPOINTS)
-    if not (step := checkpoints.newest_whole()):
-        raise UserError(f"{folder} must have a whole checkpoint; got none: train it further.")
-    names = [field.name for field in dataclasses.fields(GPTConfig)]
-    if left := [name for name in names if name not in saved]:
-        raise UserError(
-            f"{folder} must have a model of its own, or its tuned weights; got no {left[0]} in "
-            f"{RUN}: let the run end."
-        )
-    config = GPTConfig(**{name: saved[name] for name in names})
-    config = dataclasses.replace(config, dtype=dtype or config.dtype, attention=attention)
-    init, _, _ = model_functions(dataclasses.replace(config, attention=None), saved["seed"])
-    params = checkpoints.parameters(step, jax.eval_shape(init))
-    try:
-        model = as_decoder(config, params)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    defaults = {name: saved[name] for name in ("temperature", "top_k", "prompt")}
-    tokens = FromFolder(folder) if (folder / TOKENIZER).exists() else Bytes()
-    return Source(model, tokens, defaults, f"step {step} of the run {folder}")
+    # Runs whose tokens are bytes have no tokenizer.
+    of_bytes = model.config.vocab_size == 256 and not (folder / "tokenizer.json").exists()
+    return Source(model, Bytes() if of_bytes else FromFolder(folder), defaults, family)

@@ -159,7 +159,7 @@ def mesh_of(target: str, devices: int = 1, axis: str = "x") -> jax.sharding.Mesh
         # JAX ran before the import of this module, and its plugin did not load without cuDNN.
         for plugin in _plugins():
             importlib.import_module(plugin).initialize()
-        # What JAX tells to plugins that load in time: how calls are divided among devices.
+        # JAX tells plugins that load in time how calls are divided among devices; this one is late.
         for callback in xla_bridge._plugin_callbacks:
             callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
         topology = describe()

@@ -100,6 +100,18 @@ def test_pairs_are_the_allowed_pairs():
         assert shape.flops("backward") == 2.5 * shape.flops("forward")
 
 
+def test_chosen_blocks_are_counted():
+    """They are those of its key head for each query head, and the own block is always one."""
+    shape = Shape("chosen causal", 1, 640, 640, 4, 2, 8, causal=True, chosen=2)
+    some = np.asarray(shape.arrays()["mask"].some)[0]
+    assert (some.sum((1, 2)) == shapes.visited_blocks(640, 2)).all()
+    assert (some[0] == some[1]).all() and (some[1] != some[2]).any()
+    assert some.diagonal(axis1=1, axis2=2).all() and shapes.visited_blocks(640) == 15
+    visible = some.repeat(128, 1).repeat(128, 2) & np.tri(640, dtype=bool)
+    # Half of the diagonal is left out, as below.
+    assert shape.pairs() == visible[0].sum() - 640 / 2
+
+
 def test_lengths_differ_within_a_batch():
     [shape] = [shape for shape in SHAPES.values() if shape.lengths]
     lengths = shape.each_length()
@@ -187,20 +199,23 @@ def test_named_shapes_share_tokens_and_width():
 
 def test_layouts_of_peers_are_undone():
     """Heads first, another dtype and a scale that q brings along change no result."""
+    shape = dataclasses.replace(TINY, option="trained bias")
 
-    def scaleless(q, k, v):
+    def scaleless(q, k, v, bias):
         q, k, v = (x.swapaxes(1, 2).astype(jnp.float32) for x in (q, k, v))
-        o = pallas_flash.attention(q, k, v, scale=1.0, is_causal=True, implementation="xla")
+        o = pallas_flash.attention(q, k, v, bias, scale=1.0, is_causal=True, implementation="xla")
         return o.swapaxes(1, 2).astype(jnp.float16)
 
     for direction in ("forward", "backward"):
         odd = JaxProgram(
-            TINY, Attend(scaleless, dtype="float16", heads_first=True, has_scale=False), direction
+            shape,
+            Attend(scaleless, shape.arrays(), dtype="float16", heads_first=True, has_scale=False),
+            direction,
         )
-        right = JaxProgram(TINY, peers.trusted(TINY), direction)
+        right = JaxProgram(shape, peers.trusted(shape), direction)
         for program in (odd, right):
             program.compile()
-            program.load([programs.draw(TINY, 0)])
+            program.load([programs.draw(shape, 0)])
         assert max(programs.errors(odd.results(), right.results()).values()) < 2e-3
 
 

@@ -10,18 +10,16 @@ import re
 import shutil
 import sys
 
-import jax
-import numpy as np
 import pytest
 from support import children
 from support.decoder_files import make
 from support.repository import ROOT, assert_none
 
-from models.gpt import GPT, generate
-from scripts import train_gpt
+from models import Decoder
+from models.generation import Generation, Sampling
+from models.tokens import Bytes, FromFolder, TextStream
+from scripts import generate
 from scripts.generate import main, read_prompts
-from scripts.generation.tokens import Bytes, FromFolder, TextStream
-from scripts.training.checkpoints import Checkpoints
 
 
 @pytest.fixture
@@ -53,48 +51,20 @@ def refused(run):
 # --------------------------------------------------------------------------------- runs
 
 
-def greedy(config, prompt, count):
-    """Return the most likely text, by the GPT itself."""
-    init, _, graphdef = train_gpt.model_functions(config.model, config.seed)
-    checkpoints = Checkpoints(train_gpt.RunFolder(config, "").path / "checkpoints")
-    params = checkpoints.parameters(config.steps, jax.eval_shape(init))
-    model = train_gpt.nnx.merge(graphdef, params)
-    assert isinstance(model, GPT)
-    tokens = np.frombuffer(prompt.encode(), np.uint8)[None].astype(np.int32)
-    text = generate(model, jax.random.key(0), tokens, count, temperature=0.0)
-    return bytes(np.asarray(text[0, len(prompt) :], np.uint8)).decode(errors="replace")
-
-
-def test_run_needs_no_flag_repeated(finished, run):
+def test_run_writes_text(finished, run):
     config, _ = finished
-    out, err = run(config.out_dir, "--prompt", "a fig", "--temperature", 0, "--tokens", 7)
-    assert out == greedy(config, "a fig", 7) + "\n"
-    assert f"step {config.steps} of the run" in err
+    words = "--prompt", "a fig", "--temperature", 0, "--tokens", 7
+    out, err = run(config.out_dir, *words)
+    assert out == run(pathlib.Path(config.out_dir, "weights"), *words).out
+    model = Decoder.from_pretrained(pathlib.Path(config.out_dir, "weights"))
+    tokens = [token for [token] in Generation(model, [list(b"a fig")], 7, Sampling(0))]
+    assert out == bytes(tokens).decode(errors="replace") + "\n"
     assert "a second)" in err
 
 
-def test_run_has_its_own_prompt_and_drawing(finished, run):
-    config, _ = finished
-    drawn = "--temperature", config.temperature, "--top-k", config.top_k
-    given = run(config.out_dir, "--tokens", 9, "--prompt", config.prompt, *drawn).out
-    assert run(config.out_dir, "--tokens", 9).out == given
-    others = {run(config.out_dir, "--tokens", 9, "--seed", n).out for n in range(3)}
-    assert len(others) == 3
-    assert given in others
-
-
-def test_damaged_checkpoint_is_skipped(finished, run, refused, tmp_path):
-    config, _ = finished
-    folder = tmp_path / "run"
-    shutil.copytree(config.out_dir, folder)
-    (folder / "checkpoints" / str(config.steps) / "metrics.jsonl").write_text("")
-    _, err = run(folder, "--tokens", 1)
-    assert f"the checkpoint of step {config.steps} is damaged" in err
-    assert "step 10 of the run" in err
-    shutil.rmtree(folder / "checkpoints")
-    assert "must have a whole checkpoint; got none" in refused(folder)
-    (folder / "run.json").write_text("{}")
-    assert "must be one that train_gpt.py has written" in refused(folder)
+def test_run_without_weights_is_refused(refused, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert "must have weights/, which a run writes when it ends; got none" in refused(tmp_path)
 
 
 # --------------------------------------------------------------------------------- folders
@@ -320,7 +290,7 @@ def test_file_of_prompts_has_one_in_each_line(end, tmp_path, monkeypatch):
     (tmp_path / "prompts").write_text(text, encoding="utf-8", newline="")
     monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=""))
     for name in (tmp_path / "prompts", pathlib.Path("-")):
-        assert read_prompts(argparse.Namespace(prompt=None, prompts=name), None) == wanted
+        assert read_prompts(argparse.Namespace(prompt=None, prompts=name)) == wanted
 
 
 def test_locale_without_letters_changes_nothing(changed, tmp_path, capfd):
@@ -328,7 +298,7 @@ def test_locale_without_letters_changes_nothing(changed, tmp_path, capfd):
     pytest.importorskip("jinja2")
     folder = changed(tokenizer_config={"chat_template": "«{{ messages[0].content }}»"})
     (tmp_path / "prompts").write_text("世é", encoding="utf-8")
-    command = [sys.executable, train_gpt.__file__.replace("train_gpt", "generate"), folder]
+    command = [sys.executable, generate.__file__, folder]
     command += ["--prompt", "é", "--prompts", tmp_path / "prompts", "--tokens", "1"]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = children.run(command, env={**os.environ, **locale}, cwd=ROOT)
@@ -440,7 +410,7 @@ def test_help_shows_defaults(capsys):
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "most tokens of each text (default: 200)" in text
-    assert "Defaults are those of the run" in text
+    assert "Defaults are those of the folder" in text
 
 
 # --------------------------------------------------------------------------------- streamed text

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from support.repository import assert_none
 
+from models.tokens import FromFolder
+from models.training import text
+from models.training.files import lock
+from models.training.processes import UserError
+from models.training.settings import TrainConfig
 from scripts import prepare_tokens
 from scripts.prepare_tokens import END_TOKEN, main
-from scripts.training import text
-from scripts.training.processes import UserError
-from scripts.training.run_folder import lock
-from scripts.training.settings import TrainConfig
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -65,8 +66,9 @@ def test_tokens_are_the_documents(corpus, prepare):
     mapped = text.map_tokens(folder)
     assert isinstance(mapped.train, np.memmap)
     assert isinstance(mapped.train_ends, np.memmap)
-    assert mapped.tokens.stop_tokens == [found["end"]]
-    assert mapped.tokens.decode(mapped.tokens.encode("a fig a day")) == "a fig a day"
+    words = FromFolder(folder)
+    assert words.stop_tokens == [found["end"]]
+    assert words.decode(words.encode("a fig a day")) == "a fig a day"
 
 
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path, prepare):
@@ -141,7 +143,7 @@ def test_lengths_of_batches_in_a_tokenizer_change_nothing(kept, changed, tmp_pat
     (tmp_path / "a.jsonl").write_text("".join('{"text": "%s"}\n' % ("w0 " * n) for n in range(9)))
     folder, _ = prepare(tmp_path / "a.jsonl", "--tokenizer", words, "--end-token", "<end>")
     assert sorted(map(len, all_of(documents_of, folder))) == [*range(2, 11)]
-    assert len(text.map_tokens(folder).tokens.encode("w0 " * 30)) == 31
+    assert len(FromFolder(folder).encode("w0 " * 30)) == 31
 
 
 def test_name_of_a_special_token_is_text(corpus, tmp_path, prepare, capsys):

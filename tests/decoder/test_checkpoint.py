@@ -257,7 +257,8 @@ def test_projections_of_gpt2_are_one_matrix(tmp_path):
     model.save_pretrained(tmp_path)
     tensors = checkpoint.open_file(tmp_path / "model.safetensors")
     x = np.random.default_rng(0).standard_normal((5, 16), np.float32)
-    parts = [getattr(model.layers[0].attention, name)(x) for name in ("query", "key", "value")]
+    maps = [getattr(model.layers[0].attention, name) for name in ("query", "key", "value")]
+    parts = [linear(x).reshape(5, -1) for linear in maps]
     fused = x @ tensors["transformer.h.0.attn.c_attn.weight"]
     fused += tensors["transformer.h.0.attn.c_attn.bias"]
     np.testing.assert_allclose(fused, np.concatenate(parts, -1), atol=1e-5)

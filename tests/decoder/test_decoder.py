@@ -12,8 +12,9 @@ from support import cases, jaxprs
 from support.decoder_files import FILES, LLAMA3, make, text_of
 from support.strict import strictly
 
-from models.config import DecoderConfig, Rope
-from models.decoder import Norm, rotate, rotation
+from models.config import DecoderConfig
+from models.decoder import Norm
+from models.rope import Rope
 from pallas_flash.flax import apply_rope
 
 TOKENS = np.random.default_rng(1).integers(0, 31, (2, 11))
@@ -289,10 +290,10 @@ def test_frequencies_by_their_turns():
 def test_rotation_turns_as_apply_rope():
     rng = np.random.default_rng(0)
     x, positions = rng.standard_normal((2, 5, 3, 8), np.float32), rng.integers(0, 99, (2, 5))
-    turned = rotate(x, *rotation(Rope(100.0), 8, positions))
+    turned = Rope(100.0)(jnp.asarray(x), positions)
     np.testing.assert_allclose(turned, apply_rope(x, positions, 100.0), atol=1e-5)
     longer = dataclasses.replace(Rope(100.0), amplitude=2.0)
-    np.testing.assert_allclose(rotate(x, *rotation(longer, 8, positions)), 2 * turned, atol=1e-5)
+    np.testing.assert_allclose(longer(jnp.asarray(x), positions), 2 * turned, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["rms", "rms1", "layer"])

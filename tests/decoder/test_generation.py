@@ -12,7 +12,6 @@ from support.decoder_files import make
 
 from models import generation
 from models.generation import Generation, Sampling, draw, limited
-from models.gpt import GPT, GPTConfig, as_decoder
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
 GREEDY = Sampling(temperature=0)
@@ -274,20 +273,3 @@ def test_wrong_argument_is_refused(make_it, said):
     with pytest.raises(ValueError) as error:
         make_it()
     assert said in str(error.value)
-
-
-@pytest.mark.parametrize("kv_heads", [None, 2])
-def test_gpt_is_a_decoder(kv_heads, tmp_path):
-    config = GPTConfig(31, 16, 2, 4, kv_heads, 32, attention="reference")
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), shapes
-    )
-    decoder = as_decoder(config, nnx.to_pure_dict(params))
-    tokens = rng.integers(0, 31, (2, 16))
-    gpt = logits_of(nnx.merge(graphdef, params), tokens)
-    np.testing.assert_allclose(logits_of(decoder, tokens), gpt, atol=1e-5)
-    decoder.save_pretrained(tmp_path)
-    again = type(decoder).from_pretrained(tmp_path, implementation="reference")
-    np.testing.assert_array_equal(logits_of(again, tokens), logits_of(decoder, tokens))

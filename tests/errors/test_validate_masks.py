@@ -161,6 +161,25 @@ def bad_mask_objects():
                query_offset=2)
           for name, make in (("chunks", lambda: Chunked(2)),
                              ("operators", lambda: ~(Chunked(2) | jnp.ones((5, 7), bool))))),
+        # Errors of `from_topk` itself.
+        mask(lambda: BlockMask.from_topk([[1.0]], 1), "from_topk of lists", TypeError,
+             "`scores` must be an array; got list [[1.0]]."),
+        mask(lambda: BlockMask.from_topk(jnp.ones((1, 1, 1, 1), bool), 1), "from_topk of bools",
+             TypeError, "`scores` must be floating point, or integers that are numbers of key "
+             "blocks; got bool."),
+        mask(lambda: BlockMask.from_topk(f32(2, 2), 1), "from_topk of rank 2", ValueError,
+             "`scores` must have 4 axes, [B, N, query blocks, key blocks], the first two possibly "
+             "1; got shape (2, 2)."),
+        *(mask(lambda k=k: BlockMask.from_topk(f32(1, 1, 1, 1), k), f"from_topk of {k}", ValueError,
+               "`k` must be an int of at least 1; got ") for k in (None, 0, 1.0)),
+        mask(lambda: BlockMask.from_topk(i32(1, 1, 1, 1), 1, kv_len=7), "from_topk with k",
+             ValueError, "`k` must be None with numbers of blocks, which are all taken; got int "),
+        mask(lambda: BlockMask.from_topk(i32(1, 1, 1, 1)), "from_topk of numbers alone", ValueError,
+             "`kv_len` must be an int of at least 1; got NoneType None."),
+        mask(lambda: BlockMask.from_topk(f32(1, 1, 1, 1), 1, kv_len=9), "from_topk for other keys",
+             ValueError, "`BlockMask.kv_len` must be that of the call; got 9 and 7."),
+        mask(lambda: BlockMask.from_topk(f32(1, 1, 3, 2), 1, block_q=2), "from_topk by blocks",
+             ValueError, "(2, 6, 3, 1), its first two axes possibly 1; got (1, 1, 3, 2)."),
         # Errors of `from_mask` itself.
         *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
                                                           | {name: x}),

@@ -113,6 +113,10 @@ ERRORS = {
         "head_dim": (lambda: self_attention(head_dim=0), "`head_dim` must be at least 1"),
         "odd head_dim": (lambda: self_attention(head_dim=7), "`head_dim` must be even"),
         "rope_theta": (lambda: self_attention(rope_theta=0.0), "`rope_theta` must be pos"),
+        "two rotary rules": (
+            lambda: self_attention(rope_theta=500.0, rope=apply_rope),
+            "`rope_theta` must be None with `rope`, .*; got 500.0",
+        ),
         "x features": (lambda: self_attention()(X[..., 1:]), r"`x` must be .*length, 32\]"),
         "x rank": (lambda: self_attention()(X[0, 0]), "`x` must be"),
         "positions shape": (

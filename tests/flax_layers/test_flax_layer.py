@@ -199,6 +199,7 @@ def test_module_options_reach_attention(monkeypatch):
             "segment_ids",
             "query_positions",
             "key_value_positions",
+            "scale",
             "logits_soft_cap",
             "sinks",
             "dropout_key",
@@ -342,6 +343,50 @@ def test_variant_is_its_equations(name):
     for option, names in (("normalize_qk", {"query_norm", "key_norm"}), ("use_sinks", {"sinks"})):
         assert (names <= learned) == bool(variant.layer.get(option))
     assert all(float(jnp.abs(g).max()) > 0 for g in got[1])
+
+
+class Halves(nnx.Module):
+    """A norm without a mean; it is made as `nnx.RMSNorm` is."""
+
+    def __init__(self, size, *, dtype, param_dtype, rngs):
+        self.scale = nnx.Param(jnp.full(size, 0.5, param_dtype))
+
+    def __call__(self, x):
+        return self.scale[...] * x
+
+
+def test_parts_of_ones_own_replace_the_layers():
+    """Maps, norms, rotary rule, scale, biases and attention; the cache serves them, too."""
+    made, called = [], []
+
+    def linear(*sizes, **options):
+        made.append(sizes)
+        return nnx.LinearGeneral(*sizes, **options)
+
+    def attention(*arrays, **options):
+        called.append(options["scale"])
+        return pallas_flash.attention(*arrays, **options)
+
+    def rope(x, positions):
+        return apply_rope(x, positions, 500.0)
+
+    x, options = normal(1, (2, Q_LEN, FEATURES)), dict(use_bias=True, use_out_bias=False)
+    parts = dict(linear=linear, norm=Halves, rope=rope, scale=0.3, attention=attention)
+    layer = self_attention(normalize_qk=True, **parts, **options)
+    heads = NUM_HEADS, FEATURES // NUM_HEADS
+    assert made == [*[(FEATURES, heads)] * 3, (heads, FEATURES)]
+    assert layer.query.bias is not None and layer.out.bias is None
+    # Two halves of the scores are a quarter.
+    same = self_attention(rope_theta=500.0, scale=0.3 / 4, **options)
+    nnx.update(same, nnx.state(layer, lambda path, _: path[0] in ("query", "key", "value", "out")))
+    want = same(x)
+    assert_close(layer(x), want)
+    assert called == [0.3]
+    layer.init_cache(x.shape)
+    assert_close(
+        jnp.concatenate([layer(x[:, :3], decode=True), layer(x[:, 3:], decode=True)], 1), want
+    )
+    assert called == [0.3]
 
 
 def test_options_that_are_off_leave_no_parameters():

@@ -17,9 +17,10 @@ from flax import nnx
 from support.repository import ROOT
 
 from models import Decoder, checkpoint
-from models.config import DecoderConfig, Rope
+from models.config import DecoderConfig
+from models.rope import Rope
+from models.tokens import FromFolder
 from scripts import generate
-from scripts.generation.tokens import FromFolder
 
 # torch without Triton would take the folder tests/triton for it.
 spec = importlib.util.find_spec("triton")

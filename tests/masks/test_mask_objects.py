@@ -318,6 +318,46 @@ def test_from_mask_finds_blocks(make, q, kv):
         )
 
 
+def largest(scores, k):
+    """The definition of `from_topk`, row by row."""
+    some = np.zeros(scores.shape, bool)
+    for row in np.ndindex(scores.shape[:-1]):
+        candidates = [j for j, x in enumerate(scores[row]) if x > -np.inf]
+        some[row][sorted(candidates, key=lambda j: (-scores[row][j], j))[:k]] = True
+    return some
+
+
+@pytest.mark.parametrize("k", [1, 4, 9, 30])
+def test_from_topk_takes_the_first_of_equal_scores(k):
+    """Small integers are often equal, and bfloat16 has them."""
+    rng = random(k)
+    scores = rng.integers(-2, 3, (2, 3, 7, 9)).astype(np.float32)
+    for number in (-0.0, -np.inf, np.inf, np.nan):
+        scores[rng.random(scores.shape) < 0.12] = number
+    for x in (scores, jnp.asarray(scores, jnp.bfloat16)):
+        np.testing.assert_array_equal(BlockMask.from_topk(x, k).some, largest(scores, k))
+    traced = jax.jit(lambda x: BlockMask.from_topk(x, k, kv_len=35, block_q=8, block_kv=4))(scores)
+    np.testing.assert_array_equal(traced.some, largest(scores, k))
+    assert (traced.block_q, traced.block_kv, traced.kv_len) == (8, 4, 35)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+def test_from_topk_takes_blocks_that_were_chosen_before(dtype):
+    """In any order, some twice, some outside; a ragged last block counts."""
+    numbers = random().integers(0 if dtype == "uint32" else -2, 12, (2, 3, 5, 4)).astype(dtype)
+    blocks = BlockMask.from_topk(numbers, kv_len=35, block_kv=4)
+    some = (numbers[..., None] == np.arange(9)).any(3)
+    np.testing.assert_array_equal(blocks.some, some)
+    kept = jnp.where(blocks.some, jnp.arange(9), -1)
+    np.testing.assert_array_equal(BlockMask.from_topk(kept, kv_len=35, block_kv=4).some, some)
+
+
+def test_from_topk_has_no_gradient():
+    scores = jnp.arange(8.0).reshape(1, 1, 2, 4)
+    gradient = jax.grad(lambda x: (BlockMask.from_topk(x, 2).some * x).sum())(scores)
+    np.testing.assert_array_equal(gradient, largest(scores, 2))
+
+
 # ------------------------------------------------------------------------------------------------
 # As `mask` of a call.
 

@@ -34,7 +34,7 @@ from pallas_flash._backends.mosaic import (
 from pallas_flash._backends.mosaic.forward_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
-from pallas_flash.masks import BlockMask
+from pallas_flash.masks import BlockMask, Predicate
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts import make_tables
 from scripts.benchmark import results
@@ -352,19 +352,39 @@ def test_dynamic_schedule_groups_heads_by_cache(batch, heads, side, tiles, own_h
     assert end_of_the_last(lengths, programs) <= late * max(mean, lengths.max() + 1.5)
 
 
-def worklists_of(shape, options, members=1, kv_heads=None):
-    """The schedule of queries of a shape; CTAs have 128 of them, and blocks have 128 keys."""
+def schedule_of(shape, options, members=1, kv_heads=None):
+    """The schedule of a call; a CTA has 128 queries, and a block 128 keys."""
     batch, length, heads, head_dim = shape
     q = jnp.zeros(shape, jnp.bfloat16)
     k = jnp.zeros((batch, length, kv_heads or heads, head_dim), jnp.bfloat16)
     p = checked((q, k, k), options)
     tile = ForwardTile(2, 128, 1, cluster_size=members)
-    return scheduler.Schedule.from_problem(p, tile, 2, batch, p.mask).work_tiles
+    # All of its arrays have an axis of instances, of which there is one.
+    mask = jax.tree.map(lambda x: x[None], p.mask)
+    return scheduler.Schedule.from_problem(p, tile, 2, batch, mask)
+
+
+@pytest.mark.parametrize(
+    ("options", "dynamic"),
+    [
+        *((CAUSAL, False), (WINDOW, False)),
+        (dict(mask=Predicate(lambda b, h, q, k: q // 100 == k // 100)), False),
+        (dict(key_value_seq_lengths=jnp.array([5, 300])), True),
+        (dict(mask=BlockMask(jnp.ones((1, 1, 5, 5), bool), 128, 128)), True),
+    ],
+    ids=["causal", "window", "predicate", "lengths", "blocks"],
+)
+def test_schedule_is_dynamic_by_arrays(options, dynamic):
+    schedule = schedule_of((2, 600, 3, 64), options)
+    assert schedule.dynamic == dynamic
+    assert isinstance(schedule.work_tiles, np.ndarray) != dynamic
+    # Batch elements and heads of 5 work tiles; the last ones have 88 queries.
+    assert schedule.num_ctas == 2 * 3 * 5
 
 
 @pytest.mark.parametrize(("members", "lists"), [(1, 132), (2, 66)])
 def test_all_sms_have_a_cta(members, lists):
-    assert len(worklists_of((2, 4096, 16, 64), CAUSAL, members)) == lists
+    assert schedule_of((2, 4096, 16, 64), CAUSAL, members).num_ctas == lists
 
 
 @pytest.mark.parametrize(
@@ -380,7 +400,7 @@ def test_all_sms_have_a_cta(members, lists):
 )
 def test_static_schedule_takes_few_heads(shape, kv_heads, options, members, together):
     """At the same time; and no program is late."""
-    lists = worklists_of(shape, options, members, kv_heads)
+    lists = schedule_of(shape, options, members, kv_heads).work_tiles
     items = [mine[1 : 1 + mine[0, 0]] for mine in lists]
     places = [tuple(x) for x in np.concatenate(items)[:, :3].tolist()]
     batch, length, heads, _ = shape

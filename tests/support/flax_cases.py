@@ -102,7 +102,9 @@ def linen_layers(x, **kwargs):
 
 def self_attention(**kwargs) -> SelfAttention:
     """The layer of a language model."""
-    kwargs = {"is_causal": True, "rope_theta": 10_000.0, "rngs": nnx.Rngs(0)} | kwargs
+    if "rope" not in kwargs:
+        kwargs = {"rope_theta": 10_000.0} | kwargs
+    kwargs = {"is_causal": True, "rngs": nnx.Rngs(0)} | kwargs
     return SelfAttention(**{"features": FEATURES, "num_heads": NUM_HEADS} | kwargs)
 
 

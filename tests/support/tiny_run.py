@@ -1,4 +1,4 @@
-"""A training run of seconds, and helpers that the tests of `scripts/train_gpt.py` share.
+"""A training run of seconds, and helpers that the tests of `python -m models.train` share.
 
 `corpus`, `config`, `finished` and `compile_once` are fixtures of conftest.py.
 """
@@ -12,18 +12,18 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from models.gpt import GPTConfig
-from scripts import train_gpt
-from scripts.training.mesh import make_layout
-from scripts.training.settings import TrainConfig, flat_config
+from models.training import loop
+from models.training.mesh import make_layout
+from models.training.settings import SHAPE, TrainConfig, model_config
 
 STEPS = 12
 
 # Checkpoints at 5, 10 and the end, so that kills fall before the first and between two.
 TINY = TrainConfig(
-    model=GPTConfig(
-        context=12, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=16, attention="reference"
-    ),
+    **dict(num_layers=1, num_heads=2, num_kv_heads=1, features=16),
+    context=12,
+    dtype="float32",
+    attention="reference",
     steps=STEPS,
     batch_size=4,
     accumulation=2,
@@ -35,7 +35,6 @@ TINY = TrainConfig(
     checkpoint_every=5,
     keep_checkpoints=2,
     gradient_check=False,
-    sample_tokens=8,
 )
 
 
@@ -65,12 +64,12 @@ def compiling_into(folder):
 
 def flags(config, **changes):
     """Return the command line of a configuration."""
-    values = {**flat_config(config), **changes}
+    values = {**dataclasses.asdict(config), **changes}
+    if values["init_from"] is not None:
+        values = {name: x for name, x in values.items() if name not in SHAPE}
     argv = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
-        if name == "vocab_size":
-            continue
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
         else:
@@ -80,7 +79,12 @@ def flags(config, **changes):
 
 @functools.cache
 def one_device():
-    return make_layout(TINY)
+    return make_layout(TINY, model_of(TINY))
+
+
+def model_of(config):
+    """Return the model of a run on bytes."""
+    return model_config(config, 256)
 
 
 def metrics(config):
@@ -94,11 +98,6 @@ def checkpoint_steps(config):
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def checked(config, attention, **changes):
-    model = dataclasses.replace(config.model, attention=attention, **changes)
-    return dataclasses.replace(config, model=model, gradient_check=True)
-
-
-def parameters_of(model):
-    init, _, _ = train_gpt.model_functions(model, seed=0)
+def parameters_of(config):
+    init, _, _ = loop.model_functions(model_of(config), 0, one_device())
     return jax.eval_shape(init)

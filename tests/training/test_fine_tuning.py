@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,16 @@ from support import cases
 from support.decoder_files import make
 from support.tiny_run import TINY, checkpoint_steps, metrics, one_device
 
+import models.loss
 from models import Decoder, checkpoint
-from scripts import generate, prepare_tokens, train_gpt
-from scripts.train_gpt import main, train
-from scripts.training import weights as weights_module
-from scripts.training.processes import UserError
-from scripts.training.report import work_of
-from scripts.training.settings import config_from_flags, flat_config
-from scripts.training.text import held_out_batches, load_text, training_batch
-from scripts.training.weights import Tuned, loss, open_weights
+from models.loss import next_token_loss
+from models.train import main
+from models.training import loop
+from models.training.loop import train
+from models.training.report import work_of
+from models.training.settings import config_from_flags, model_config
+from models.training.text import held_out_batches, load_text, training_batch
+from scripts import generate, prepare_tokens
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 SIZES = dict(vocab_size=320, max_position_embeddings=64, tie_word_embeddings=True)
@@ -48,10 +48,15 @@ def folders(corpus, tmp_path_factory):
 def tuning(folders, tmp_path):
     """The settings of a run that tunes."""
     weights, tokens = map(str, folders)
-    values = dict(param_dtype="float32", remat=False, dtype="float32", attention="reference")
-    model = open_weights(weights, context=12, **values)
     paths = dict(init_from=weights, data=tokens, out_dir=str(tmp_path / "run"))
-    return dataclasses.replace(TINY, model=model, **paths)
+    return dataclasses.replace(TINY, **paths)
+
+
+def functions_of(config):
+    """The loss of a run's model, and its parameters."""
+    model = model_config(config, 0)
+    loss_fn = loop.model_functions(model, config.seed, one_device())[1]
+    return loss_fn, loop.first_params(config, model, one_device())
 
 
 # --------------------------------------------------------------------------------- packed documents
@@ -87,21 +92,23 @@ def test_packed_documents_do_not_see_each_other(family):
         ([0], [4]),
         ([4, 6], [6, 1]),
     ]
-    assert loss(model, tokens, numbers) == pytest.approx(mean_loss(model, documents), rel=1e-5)
+    assert next_token_loss(model, tokens, numbers) == pytest.approx(
+        mean_loss(model, documents), rel=1e-5
+    )
     whole = [(tokens[0, :-1].tolist(), tokens[0, 1:].tolist())]
-    assert loss(model, tokens, None) == pytest.approx(mean_loss(model, whole), rel=1e-5)
+    assert next_token_loss(model, tokens, None) == pytest.approx(mean_loss(model, whole), rel=1e-5)
 
 
 @pytest.mark.parametrize("at_once", cases.default([5], [1, 4, 5]))
-def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning, folders):
+def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning):
     text = load_text(tuning)
     batch = training_batch(text.train, 1, tuning, one_device(), text.train_ends)
     batch = jax.tree.map(lambda x: x[0], batch)
-    _, loss_fn, _ = tuning.model.functions()
-    params = tuning.model.read(folders[0])
+    loss_fn, params = functions_of(tuning)
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
-    monkeypatch.setattr(weights_module, "LOGITS_AT_ONCE", at_once)
-    parts = jax.jit(jax.value_and_grad(tuning.model.functions()[1]))(params, batch)
+    monkeypatch.setattr(models.loss, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(models.loss, "SMALL", 0)
+    parts = jax.jit(jax.value_and_grad(functions_of(tuning)[0]))(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), parts, whole)
 
 
@@ -109,11 +116,10 @@ def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning, folde
 def test_work_leaves_embeddings_out(family, rows):
     """Scores cost by the width of all heads, which qwen3 has above that of the stream."""
     model = make(family)
-    tuned = Tuned(model.config, 12, None, "float32", None, remat=False)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     count = sum(x.size for x in jax.tree.leaves(params)) - 16 * rows
     width = {"gpt2": 16, "qwen3": 24}[family]
-    work = work_of(tuned, params, 3, jax.devices()[0])
+    work = work_of(model.config, 12, params, 3, "cpu")
     assert work.tokens == 36
     assert work.flops_per_token == 6 * count + 12 * 2 * width * 12 / 2
 
@@ -122,25 +128,24 @@ def test_work_leaves_embeddings_out(family, rows):
 
 
 def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
-    checked = dataclasses.replace(tuning, gradient_check=True)
-    checked = dataclasses.replace(
-        checked, model=dataclasses.replace(tuning.model, attention="xla", remat=True)
-    )
+    checked = dataclasses.replace(tuning, gradient_check=True, attention="xla", remat=True)
     result = train(checked)
     assert 0 < result.gradient_error < 1e-5
     losses = [line["loss"] for line in metrics(checked)]
     assert losses[-1] < losses[0] - 0.1
     copy = Path(checked.out_dir, "weights")
     said = capsys.readouterr()
-    assert f"the tuned copy is {copy}, in bfloat16" in said.out
-    assert "the tuned copy has no merges.txt, because" in said.err
+    assert f"of step 12 are in {copy}, in bfloat16" in said.out
+    assert "the weights have no merges.txt, because" in said.err
     left_out = {"notes.json", "merges.txt"}
     assert {p.name for p in copy.iterdir()} == {p.name for p in folders[0].iterdir()} - left_out
     model = Decoder.from_pretrained(copy, dtype="float32")
     assert model.embedding.weight.dtype == jnp.bfloat16
     text = load_text(checked)
     batch = held_out_batches(text.held_out, checked, one_device(), text.held_out_ends)
-    tuned = np.mean([loss(model, x.astype(jnp.int32), y) for x, y in zip(*batch, strict=True)])
+    tuned = np.mean(
+        [next_token_loss(model, x.astype(jnp.int32), y) for x, y in zip(*batch, strict=True)]
+    )
     assert tuned == pytest.approx(result.val_loss, rel=1e-2)
     size = text.prepared["bytes"]["held_out"]
     bits = result.val_loss / np.log(2) * len(text.held_out) / size
@@ -152,10 +157,9 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
 def test_gradient_check_leaves_out_key_biases(tuning, tmp_path):
     """The gradient of a key bias is zero without rotary positions, and its error all rounding."""
     make("gpt2", vocab_size=320).save_pretrained(tmp_path / "gpt2")
-    values = dict(param_dtype="float32", remat=False, dtype="float32", attention="xla")
-    model = open_weights(str(tmp_path / "gpt2"), context=12, **values)
-    config = dataclasses.replace(tuning, model=model, init_from=str(tmp_path / "gpt2"))
-    error, name = train_gpt.gradient_error(config, load_text(tuning), one_device())
+    config = dataclasses.replace(tuning, attention="xla", init_from=str(tmp_path / "gpt2"))
+    text, model = load_text(tuning), model_config(config, 0)
+    error, name = loop.gradient_error(config, model, text, one_device())
     assert 0 < error < 1e-5, name
 
 
@@ -174,7 +178,7 @@ def test_tiny_rate_leaves_the_weights(tuning, folders):
 def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
     whole = dataclasses.replace(tuning, out_dir=tuning.out_dir + "-whole")
     train(whole)
-    real = train_gpt.training_batch
+    real = loop.training_batch
 
     def training_batch(text, step, *args):
         if step == 7:
@@ -182,11 +186,11 @@ def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
         return real(text, step, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "training_batch", training_batch)
+        patch.setattr(loop, "training_batch", training_batch)
         with pytest.raises(KeyboardInterrupt):
             train(tuning)
     assert not Path(tuning.out_dir, "weights").exists()
-    with pytest.raises(SystemExit, match=r"or its tuned weights; got no vocab_size in run\.json"):
+    with pytest.raises(SystemExit, match=r"must have weights/, which a run writes"):
         generate.main([tuning.out_dir, "--prompt", "a"])
     train(tuning)
     assert metrics(tuning) == metrics(whole)
@@ -200,58 +204,44 @@ def test_killed_tuning_resumes_to_the_same_bits(tuning, monkeypatch):
     assert train(again).val_loss == pytest.approx(train(whole).val_loss, rel=1e-2)
 
 
-def test_run_on_tokens_has_its_tokenizer(config, folders, capsys):
-    """Another run begins with it on the same tokens alone, and text needs no flag."""
+def test_new_model_on_tokens_has_their_tokenizer(config, folders, capsys):
     on_tokens = dataclasses.replace(config, data=str(folders[1]))
     train(on_tokens)
     generate.main([config.out_dir, "--prompt", "a fig", "--tokens", "3"])
     assert capsys.readouterr().out
-    saved = json.loads(Path(config.out_dir, "run.json").read_text())
-    assert saved["vocab_size"] == 320
-    more = dataclasses.replace(
-        on_tokens, init_from=config.out_dir, out_dir=config.out_dir + "-more"
-    )
-    text = load_text(more)
-    assert train_gpt.fit_to_text(more, text).model.vocab_size == 320
-    path = Path(config.out_dir, "tokenizer.json")
-    path.write_text(path.read_text() + " ")
-    with pytest.raises(
-        UserError, match="`data` must be tokens of the folder in `init_from`; got o"
-    ):
-        train_gpt.fit_to_text(more, text)
+    written = Path(config.out_dir, "weights")
+    assert checkpoint.open_file(written / "model.safetensors")["model.embed_tokens.weight"].shape
+    assert json.loads((written / "config.json").read_text())["vocab_size"] == 320
+    # Another run may begin with it on the same tokens.
+    more = dataclasses.replace(on_tokens, init_from=config.out_dir, out_dir=config.out_dir + "-2")
+    assert train(dataclasses.replace(more, steps=3, warmup_steps=0)).step == 3
 
 
 # ------------------------------------------------------------------------------------------ flags
 
 
-def test_weights_have_a_preset_and_their_shape(folders, tmp_path):
+def test_weights_have_a_preset_and_their_shape(folders):
     weights, _ = map(str, folders)
     config = config_from_flags({"init_from": weights, "context": 20, "steps": 50})
-    assert (config.learning_rate, config.model.context, config.warmup_steps) == (2e-5, 20, 5)
-    assert (config.model.num_layers, config.model.mlp_dim) == (2, 24)
-    path = tmp_path / "run.json"
-    written = flat_config(config) | {"made_by": "scripts/train_gpt.py of pallas_flash"}
-    path.write_text(json.dumps(written))
-    assert config_from_flags({"config": str(path)}) == config
-    other = config_from_flags({"config": str(path), "context": 8})
-    assert other.model == dataclasses.replace(config.model, context=8)
+    assert (config.learning_rate, config.context, config.warmup_steps) == (2e-5, 20, 5)
+    model = model_config(config, 0)
+    assert (model.num_layers, model.hidden, model.remat) == (2, 24, False)
 
 
 MISTAKES = [
     ("--num-layers 3", "--num-layers must be left out with weights in --init-from, because their"),
-    ("--attention cudnn", "--attention must be an implementation of pallas_flash.attention for w"),
     ("--data TEXTS", "--data must be tokens of the folder in --init-from; got text: run python sc"),
     ("--data OTHER", "--data must be tokens of the folder in --init-from; got other ones in "),
     (
         "--init-from SMALL",
         "--data must be tokens of the folder in --init-from; got 288 different tok",
     ),
-    ("--prompt \udcff", "--prompt must be UTF-8; got '\\udcff'"),
-    ("--out-dir TOKENS", "--out-dir must be new, or a folder of this script; got "),
+    ("--out-dir TOKENS", "--out-dir must be new, or the folder of a run; got "),
     ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
     ("--init-from EMPTY", "--init-from must have config.json and model.safetensors or "),
+    ("--init-from TEXTS", "--init-from must be a folder with config.json, or a run that has end"),
 ]
 
 
@@ -280,12 +270,3 @@ def test_mistake_is_one_sentence(words, fragment, folders, corpus, tmp_path, cap
     error = capsys.readouterr().err
     assert fragment in error
     assert error.count("\n") == 1
-
-
-def test_sample_goes_on_beyond_the_context(tuning):
-    """Prompt and sample are longer than the 64 positions of the weights."""
-    layout = train_gpt.make_layout(tuning)
-    params = tuning.model.read(tuning.init_from, layout)
-    words = SimpleNamespace(encode=lambda _: [1] * 70, decode=list, stop_tokens=())
-    config = dataclasses.replace(tuning, sample_tokens=50)
-    assert len(train_gpt.sample_text(config, layout, params, words)) == 120

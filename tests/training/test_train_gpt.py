@@ -1,286 +1,167 @@
-"""The training script: its loss, its files, its attention, and its check of gradients."""
+"""`scripts/train_gpt.py`: it learns, resumes to the same bits, and names mistakes."""
 
-import dataclasses
 import json
+import os
+import re
+import signal
 import sys
-import types
+import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
-from support.tiny_run import STEPS, TINY, checked, checkpoint_steps, flags, metrics, one_device
+from support import cases, children
+from support.repository import ROOT
 
 import pallas_flash.flax
+from models import Decoder
 from scripts import train_gpt
-from scripts.train_gpt import main, train
-from scripts.training.attention import explain_attention
-from scripts.training.processes import UserError
-from scripts.training.report import Speed, Work, metric_lines
-from scripts.training.run_folder import draw_curves
-from scripts.training.text import load_text, training_batch
+from scripts.train_gpt import main
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-
-def test_loss_falls_and_the_result_says_so(finished):
-    config, result = finished
-    lines = metrics(config)
-    assert lines[0]["loss"] == pytest.approx(np.log(256), abs=0.2)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
-    assert result.val_loss < np.log(256) - 0.5
-    assert (result.step, result.loss) == (STEPS, lines[-1]["loss"])
-    assert result.val_loss == lines[-1]["val_loss"]
-    assert not result.interrupted
-    assert result.sample.startswith("\n")
-    assert len(result.sample.encode(errors="replace")) >= 9
-
-
-def test_metrics_have_one_line_a_step(finished):
-    config, _ = finished
-    lines = [json.loads(x) for x in Path(config.out_dir, "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for line in lines:
-        losses = {"loss", "val_loss", "val_bits_per_byte"}
-        assert set(line) == {"step", *losses, "lr", *Speed._fields, "peak_bytes"}
-        bits = line["val_loss"] and pytest.approx(line["val_loss"] / np.log(2))
-        assert line["val_bits_per_byte"] == bits
-        assert (line["val_loss"] is not None) == (line["step"] % 4 == 0)
-        assert line["ms"] > 0
-        assert line["tokens_per_second"] == pytest.approx(4 * 12 * 1e3 / line["ms"])
-        assert line["mfu"] is None
-    rates = [line["lr"] for line in lines]
-    # Warmup over two updates, then half a cosine down to a tenth.
-    expected = [5e-3] + [1e-2 * (0.55 + 0.45 * np.cos(np.pi * i / 10)) for i in range(11)]
-    np.testing.assert_allclose(rates, expected, rtol=1e-5)
-
-
-def test_run_leaves_curves_and_checkpoints(finished):
-    config, _ = finished
-    folder = Path(config.out_dir)
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert checkpoint_steps(config) == [10, 12]
-    saved = json.loads((folder / "run.json").read_text())
-    assert saved["num_kv_heads"] == 1
-    # The default is spelt out: what ran, not what was asked for.
-    assert saved["dtype"] == "float32"
-    assert not list(folder.rglob("*.tmp"))
-
-
-def loss_by(config, attention):
-    """Return the loss of the model as a function of its parameters, by some attention."""
-    model = dataclasses.replace(config.model, attention=attention)
-    init, loss_fn, _ = train_gpt.model_functions(model, seed=0)
-    batch = training_batch(load_text(config).train, 1, config, one_device())[0]
-    return init, lambda params: loss_fn(params, batch)
-
-
-def test_kernels_train_as_the_reference(config, finished, capsys, kernel_case):
-    model = dataclasses.replace(config.model, attention="interpret")
-    train(dataclasses.replace(config, model=model))
-    assert "attention  interpret (--attention interpret)" in capsys.readouterr().out
-    got, expected = ([line["loss"] for line in metrics(c)] for c in (config, finished[0]))
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
-
-
-def test_other_attention_trains_beside(config, finished, capsys):
-    assert main([*flags(config, attention="xla"), "--compare-attention", "reference"]) == 0
-    folders = [Path(config.out_dir), Path(config.out_dir + "-reference")]
-    assert f"losses of xla and reference are in {folders[0] / 'compare.png'}" in (
-        capsys.readouterr().out
-    )
-    assert (folders[0] / "compare.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    other = metrics(dataclasses.replace(config, out_dir=str(folders[1])))
-    assert other == metrics(finished[0])
-    got, expected = ([line["loss"] for line in lines] for lines in (metrics(config), other))
-    assert got != expected
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
-    curves = draw_curves({"xla": other, "": other}).axes[0].lines
-    labels = ["xla, training batch", "xla, held-out text", "training batch", "held-out text"]
-    assert [line.get_label() for line in curves] == labels
-
-
-def test_tensorboard_gets_the_metrics(config, monkeypatch):
-    written = []
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            written.append((folder, purge_step))
-
-        def add_scalar(self, *values):
-            written.append(values)
-
-        def close(self):
-            written.append("closed")
-
-    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    train(dataclasses.replace(config, tensorboard=True))
-    assert written[0] == (str(Path(config.out_dir).absolute() / "tensorboard"), 1)
-    assert written[-1] == "closed"
-    for line in metrics(config):
-        assert ("loss", line["loss"], line["step"]) in written
-        assert (("val_loss", line["val_loss"], line["step"]) in written) == bool(line["val_loss"])
-    # A resumed run replaces the events after its checkpoint.
-    train(dataclasses.replace(config, tensorboard=True))
-    assert written[-2:] == [(written[0][0], STEPS + 1), "closed"]
-
-
-def test_loss_that_is_not_finite_stops_the_run():
-    values = [{"loss": 1.0, "lr": 0.1}, {"loss": np.inf, "lr": 0.1}]
-    with pytest.raises(UserError, match="`loss` must stay finite; got inf at step 8"):
-        metric_lines(8, values, Work(1, 1, None).speed(1.0), None)
-
-
-def test_accumulation_gives_the_same_gradient(config, corpus):
-    text = load_text(config)
-    init, loss_fn, _ = train_gpt.model_functions(config.model, seed=0)
-    params = init()
-    batch = training_batch(text.train, 1, dataclasses.replace(config, accumulation=1), one_device())
-    assert batch.shape == (1, 4, 13)
-    whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch[0])
-    cut = training_batch(text.train, 1, dataclasses.replace(config, accumulation=4), one_device())
-    assert cut.shape == (4, 1, 13)
-    got = jax.jit(lambda p, b: train_gpt.mean_gradient(loss_fn, p, b))(params, cut)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), got, whole)
-
-
-def test_weight_decay_shrinks_matrices_alone(config):
-    params = {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3)}
-    optimizer, _ = train_gpt.make_optimizer(dataclasses.replace(config, warmup_steps=0))
-    updates, _ = optimizer.update(
-        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
-    )
-    assert (updates["scale"] == 0).all()
-    assert (updates["kernel"] < 0).all()
-
-
-@pytest.mark.parametrize(("given", "left"), [(100.0, 1 / np.sqrt(10)), (0.01, 0.01)])
-def test_gradient_is_clipped_by_its_norm(config, given, left):
-    """Adam forgets a gradient's scale, so its memory is what shows the clip."""
-    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(2), "c": jnp.zeros((2, 2))}
-    optimizer, _ = train_gpt.make_optimizer(config)
-    gradient = jax.tree.map(lambda x: jnp.full(x.shape, given), params)
-    _, state = optimizer.update(gradient, optimizer.init(params), params)
-    means = [x for x in jax.tree.leaves(state) if x.shape == (2, 2)][:2]
-    np.testing.assert_allclose(means, np.full((2, 2, 2), 0.1 * left), rtol=1e-5)
-
-
-def test_steps_are_those_of_the_optimizer(config, corpus):
-    """A step depends on the optimizer's means, and on its place in the schedule."""
-    text, layout = load_text(config), one_device()
-    init_state, train_step, _ = train_gpt.make_steps(config, layout)
-    _, loss_fn, _ = train_gpt.model_functions(config.model, config.seed)
-    optimizer, _ = train_gpt.make_optimizer(config)
-    state = init_state()
-    params = jax.device_get(state.params)
-    memory = jax.device_get(state.opt_state)
-
-    @jax.jit
-    def by_optax(params, memory, batch):
-        _, gradient = train_gpt.mean_gradient(loss_fn, params, batch)
-        updates, memory = optimizer.update(gradient, memory, params)
-        return jax.tree.map(jnp.add, params, updates), memory
-
-    for step in range(1, 4):
-        batch = training_batch(text.train, step, config, layout)
-        params, memory = by_optax(params, memory, batch)
-        state, _ = train_step(state, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, params)
-
-
-# ----------------------------------------------------------------------------------- cuDNN's layer
-
-
-def test_cudnn_model_is_the_same_model(config, monkeypatch, capsys):
-    asked = []
-    real = jax.nn.dot_product_attention
-
-    def on_a_cpu(*args, implementation, **kwargs):
-        asked.append(implementation)
-        return real(*args, implementation="xla", **kwargs)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", on_a_cpu)
-    (init, by_cudnn), (_, by_reference) = (loss_by(config, x) for x in ("cudnn", "reference"))
-    params = init()
-    assert float(jax.jit(by_cudnn)(params)) == pytest.approx(float(jax.jit(by_reference)(params)))
-    assert asked == ["cudnn"]
-    assert train_gpt.check_gradients(checked(config, "cudnn"), None, one_device()) is None
-    assert "gradients  not compared: cuDNN takes no float32" in capsys.readouterr().out
-
-
-def test_attention_that_does_not_serve_is_refused():
-    for attention in ("cudnn", "triton"):
-        model = dataclasses.replace(TINY.model, attention=attention, dtype="bfloat16")
-        with pytest.raises(
-            UserError, match=f"`attention` must be one that serves here; got '{attention}': "
-        ):
-            explain_attention(model, 4, one_device())
-
-
-# --------------------------------------------------------------------------------- gradient check
-
-
-@pytest.mark.parametrize("attention", cases.default(["interpret"], ["interpret", "xla"]))
-def test_gradients_agree_with_the_reference(config, attention, request):
-    if attention == "interpret":
-        request.getfixturevalue("kernel_case")
-    config = checked(config, attention, context=40)
-    error, name = train_gpt.gradient_error(config, load_text(config), one_device())
-    # Not the reference compared with itself, and far inside the bound.
-    assert 0 < error < train_gpt.GRADIENT_BOUND / 10, name
-
-
-def scale_gradient(x, factor):
-    """The same value, and `factor` times its gradient."""
-    return factor * x + jax.lax.stop_gradient(x - factor * x)
-
-
-def off_by_one_mask(attention, query, key, value, **kwargs):
-    """Let each query see one key too many."""
-    return attention(query, key, value, **(kwargs | {"query_offset": 1}))
-
-
-def wrong_gradient(which):
-    def broken(attention, *operands, **kwargs):
-        operands = [scale_gradient(x, 1.001 if i == which else 1.0) for i, x in enumerate(operands)]
-        return attention(*operands, **kwargs)
-
-    return broken
-
-
-def not_a_number(attention, query, key, value, **kwargs):
-    return scale_gradient(attention(query, key, value, **kwargs), jnp.nan)
-
-
-BROKEN = [
-    (wrong_gradient(0), "query"),
-    (not_a_number, ""),
-    (off_by_one_mask, ""),
-    (wrong_gradient(1), "key"),
-    (wrong_gradient(2), "value"),
+TINY = [
+    "--num-layers",
+    "1",
+    "--num-heads",
+    "2",
+    "--features",
+    "16",
+    "--context",
+    "12",
+    "--batch-size",
+    "4",
 ]
+TINY += ["--steps", "12", "--eval-every", "4", "--learning-rate", "0.01"]
+
+
+@pytest.fixture
+def words(corpus, tmp_path):
+    return [*TINY, "--data", str(corpus), "--out-dir", str(tmp_path / "run")]
+
+
+def log_of(folder):
+    """The newest checkpoint's settings and losses."""
+    newest = max(Path(folder, "checkpoints").iterdir(), key=lambda p: int(p.name))
+    return json.loads((newest / "log" / "metadata").read_text())
+
+
+def test_file_is_short():
+    assert len(Path(train_gpt.__file__).read_text().splitlines()) <= 300
+
+
+def test_run_learns_and_leaves_curve_weights_and_sample(words, tmp_path, capsys):
+    main(words)
+    out, losses = capsys.readouterr().out, log_of(tmp_path / "run")["losses"]
+    assert losses["train"][0] == pytest.approx(np.log(256), abs=0.2)
+    assert losses["train"][-1] < losses["train"][0] - 0.5
+    assert [step for step, _ in losses["held out"]] == [4, 8, 12]
+    assert len(losses["train"]) == 12
+    assert re.search(r"gradients: error \d\.\de-0[78] relative", out)
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert Decoder.from_pretrained(tmp_path / "run" / "weights").config.context == 12
+    assert "\ndef " in out
+    # The same command again trains nothing.
+    main(words)
+    out = capsys.readouterr().out
+    assert "resuming after step 12" in out and "step    12:" not in out
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+@pytest.mark.parametrize("step", cases.default([7], [3, 7, 12]))
+def test_killed_run_resumes_to_the_same_bits(words, tmp_path, monkeypatch, step):
+    whole = [*words[:-1], str(tmp_path / "whole")]
+    main(whole)
+    real = train_gpt.training_batch
+
+    def training_batch(text, at, flags):
+        if at == step:
+            raise Killed
+        return real(text, at, flags)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train_gpt, "training_batch", training_batch)
+        main(words)
+    main(words)
+    assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")
+    weights = [tmp_path / x / "weights" / "model.safetensors" for x in ("run", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.extended
+def test_sigkill_at_random_moments_loses_nothing(words, tmp_path):
+    """A checkpoint after every other step, so that kills fall into writing, too."""
+    words = [*words, "--steps", "60", "--eval-every", "2"]
+    environment = {
+        **os.environ,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, train_gpt.__file__, *words]
+    random, kills = np.random.default_rng(), 0
+    for _ in range(20):
+        process = children.start(
+            command, env=environment, cwd=ROOT, stdout=children.PIPE, stderr=children.STDOUT
+        )
+        time.sleep(random.uniform(3, 12))
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), out
+        kills += process.returncode != 0
+    assert kills > 5
+    main(words)
+    main([*words, "--out-dir", str(tmp_path / "whole")])
+    assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")
+
+
+def test_other_settings_are_refused_by_name(words):
+    main(words)
+    with pytest.raises(SystemExit, match=r"^error: --out-dir must .* in num_heads, seed: go back"):
+        main([*words, "--seed", "1", "--num-heads", "4"])
 
 
 @pytest.mark.parametrize(
-    ("broken", "culprit"),
-    cases.default(BROKEN[:2], BROKEN),
-    ids=["dq", "nan", "mask", "dk", "dv"],
+    ("more", "fragment"),
+    [
+        ("--data /no/such/place", "error: --data must have more than the 12 bytes"),
+        ("--features 15", "error: --features must be a multiple of --num-heads; got 15 and 2"),
+        (
+            "--num-kv-heads 3",
+            "error: --num-heads must be a multiple of --num-kv-heads; got ",
+        ),
+        ("--attention triton", "error: --attention must be one that serves the call; got "),
+        ("--learning-rate 1e9", "error: --learning-rate must be lower; got a loss of "),
+    ],
 )
-def test_broken_attention_stops_the_script(config, monkeypatch, capsys, broken, culprit):
+def test_mistake_is_one_sentence(words, more, fragment):
+    with pytest.raises(SystemExit) as caught:
+        main([*words, *more.split()])
+    assert caught.value.code.startswith(fragment)
+    assert "\n" not in caught.value.code
+
+
+@pytest.mark.parametrize("more", ["--steps 0", "--steps many", "--preset huge", "--stepz 3"])
+def test_wrong_flag_is_named(words, more, capsys):
+    with pytest.raises(SystemExit):
+        main([*words, *more.split()])
+    assert f"error: {'unrec' if 'stepz' in more else 'argument ' + more[:7]}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_wrong_gradient_stops_the_run(words, monkeypatch):
     real = pallas_flash.flax._layer.attention
 
-    def attention(*args, implementation, **kwargs):
-        if implementation == "reference":
-            return real(*args, implementation="reference", **kwargs)
-        return broken(real, *args, implementation="reference", **kwargs)
+    def attention(query, key, value, *, implementation, **options):
+        if implementation != "reference":
+            query = 1.001 * query - jax.lax.stop_gradient(0.001 * query)
+        return real(query, key, value, implementation="reference", **options)
 
     monkeypatch.setattr(pallas_flash.flax._layer, "attention", attention)
-    assert main(flags(checked(config, "xla"))) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "--attention must give the reference's gradients to within 1e-04; got" in error
-    assert culprit in error
-    assert not Path(config.out_dir, "metrics.jsonl").exists()
+    with pytest.raises(SystemExit, match="--attention must be exact; got an error of"):
+        main(words)

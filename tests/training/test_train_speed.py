@@ -1,4 +1,4 @@
-"""The training script's report of its work, its speed and its share of the peak."""
+"""The trainer's report of its work, its speed and its share of the peak."""
 
 import dataclasses
 import json
@@ -9,19 +9,18 @@ from pathlib import Path
 import jax
 import pytest
 from support import cases
-from support.tiny_run import TINY, flags, parameters_of
+from support.tiny_run import TINY, flags, model_of, parameters_of
 
-from scripts import train_gpt
-from scripts.train_gpt import main
-from scripts.training.report import PEAK_FLOPS, Work, peak_bytes, program_bytes, work_of
-from scripts.training.settings import PRESETS
+from models.train import main
+from models.training import loop
+from models.training.report import PEAK_FLOPS, Work, peak_bytes, program_bytes, work_of
+from models.training.settings import config_from_flags
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-def work_on(kind, model=TINY.model, count=1):
-    device = types.SimpleNamespace(device_kind=kind)
-    return work_of(model, parameters_of(model), 4, device, count)
+def work_on(kind, config=TINY, count=1):
+    return work_of(model_of(config), config.context, parameters_of(config), 4, kind, count)
 
 
 def test_work_is_of_palm_with_half_the_scores():
@@ -31,7 +30,7 @@ def test_work_is_of_palm_with_half_the_scores():
     scores = 12 * 1 * 16 * 12 / 2
     assert work == Work(tokens=4 * 12, flops_per_token=6 * parameters + scores, peak=None)
     # Twice the layers and twice the context.
-    deep = dataclasses.replace(TINY.model, num_layers=2, context=24)
+    deep = dataclasses.replace(TINY, num_layers=2, context=24)
     parameters += parameters - 16
     assert work_on("cpu", deep).flops_per_token == 6 * parameters + 4 * scores
 
@@ -41,9 +40,9 @@ def test_work_is_of_palm_with_half_the_scores():
     cases.default([("gpt2-small", 85)], [("gpt2-small", 85), ("gpt3-xl", 1214)]),
 )
 def test_preset_has_the_parameters_it_says(name, millions):
-    model = PRESETS[name].model
-    scores = 6 * model.num_layers * model.embed_dim * model.context
-    parameters = (work_on("cpu", model).flops_per_token - scores) / 6
+    config = config_from_flags({"preset": name})
+    scores = 6 * config.num_layers * config.features * config.context
+    parameters = (work_on("cpu", config).flops_per_token - scores) / 6
     assert round(parameters / 1e6) == millions
 
 
@@ -82,7 +81,7 @@ def test_peak_bytes_are_of_the_fullest_device(monkeypatch):
 
 
 def test_a_log_gets_lines_between_evaluations(config, monkeypatch, capsys):
-    monkeypatch.setattr(train_gpt, "LOG_SECONDS", 0)
+    monkeypatch.setattr(loop, "LOG_SECONDS", 0)
     assert main(flags(config, eval_every=5)) == 0
     out = capsys.readouterr().out
     lines = re.findall(r"^step +(\d+)   loss \d\.\d{4}   (held|\d\d:\d\d) ", out, re.M)

@@ -77,9 +77,9 @@ def backward(
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
     valid = None if want_bias else p.valid_lengths()
     center = key_center.center_for_shift(p, log_sum)
-    delta, centered_log_sum, *zeros = preprocess(
+    delta, centered_log_sum, *dq_sums = preprocess(
         *(p, o, do, log_sum),
-        head_dim=0 if in_order else head_dim,
+        dq_columns=0 if in_order else head_dim,
         # For the gradient of the scale all sums of dq are read.
         valid=None if valid is None or want_scale else valid[0],
         center=center,
@@ -113,7 +113,7 @@ def backward(
         )
         dscale = None if dscale is None else dscale.sum()
     else:
-        options |= dict(zeros=zeros[0], center=center)
+        options |= dict(dq_sums=dq_sums[0], center=center)
         grads = _grads(clean, rows, sizes.tile("backward"), valid, deterministic=False, **options)
         dq = grads["dq"]
         if want_scale:
@@ -133,12 +133,12 @@ def backward(
     return Gradients(dq, grads["dk"], grads["dv"], dscale, dbias, sinks)
 
 
-def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, zeros=None, **options) -> dict:
+def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, dq_sums=None, **options) -> dict:
     """Return what the launches of `backward_launch` compute, by name."""
     (do, log_sum, delta), results = rows, {}
     sizes = padded(p.head_dim, p.value_dim)
     for grads in Grads.launches(*sizes, deterministic=deterministic):
-        options |= dict(zeros=zeros if grads.dq else None, deterministic=deterministic)
+        options |= dict(dq_sums=dq_sums if grads.dq else None, deterministic=deterministic)
         results |= backward_launch.backward(p, do, log_sum, delta, tile, grads, valid, **options)
     return results
 

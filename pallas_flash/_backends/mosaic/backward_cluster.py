@@ -323,9 +323,10 @@ class ClusterConsumer(KeysConsumer):
 
     def before_keys(self):
         """Let messages come."""
-        received, barriers = self.scratch.received, self.scratch.numbers.at[self.slots]
-        one = self.columns.width, self.warpgroup, self.mine
-        self.messages = Messages(received, barriers, *one)
+        barriers = self.scratch.numbers.at[self.slots]
+        self.messages = Messages(
+            self.scratch.received, barriers, self.columns.width, self.warpgroup, self.mine
+        )
         self.messages.start(self.scratch.started.at[0])
 
     def keys_full(self):

@@ -134,7 +134,7 @@ def backward(
     grads: Grads,
     valid=None,
     *,
-    zeros=None,
+    dq_sums=None,
     center: Any = None,
     row_sums=None,
     want_scale: bool,
@@ -150,7 +150,7 @@ def backward(
         tile: block sizes.
         grads: what to compute.
         valid: int32 [B] twice, see `Operands`; or None.
-        zeros: for the sums of dq, see `backward_preprocess`; behind the valid queries, anything.
+        dq_sums: zeros, to which dq is added, see `preprocess`; behind the valid queries, anything.
         center: float32 [B, K, H], subtracted from keys, zero for some heads; None if for all.
         row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
             and without `want_scale`, dq receives its term of them.
@@ -208,21 +208,21 @@ def backward(
             centers=center is not None,
         )
         operands = operands.launched(config, arrays, table, streamed=streamed)
-        results = _launch(config, p, memory, operands, x["zeros"])
+        results = _launch(config, p, memory, operands, x["dq_sums"])
         factor = rescaled(extras.dropout, scale)
         return _rows(config, p, operands, results, factor, x["weights"], want_scale)
 
-    x = dict(operands=operands, zeros=zeros, weights=weights)
+    x = dict(operands=operands, dq_sums=dq_sums, weights=weights)
     arrays = shared_arrays(dataclasses.replace(p, sinks=None), mask)
     return common.batch_instances(run, p.batch)(arrays, x)
 
 
-def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, zeros) -> dict:
+def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_sums) -> dict:
     """Launch the kernel; return the gradients by name, some of them in fragments."""
     grads, batch = config.grads, len(operands.q)
     fragments, outputs, added = _fragments(config, p, batch), {}, {}
     if grads.dq:
-        added["dq"] = zeros.reshape(-1, *ptx.OF_GROUP)
+        added["dq"] = dq_sums.reshape(-1, *ptx.OF_GROUP)
     for name, like in (("dk", operands.k), ("dv", operands.v)):
         if name not in grads.names:
             continue

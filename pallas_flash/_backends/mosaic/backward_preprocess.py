@@ -157,7 +157,7 @@ def pallas_flash_preprocess(
 
 
 def preprocess(
-    problem: Problem, o, do, log_sum: LogSum, *, head_dim: int = 0, valid=None, center=None
+    problem: Problem, o, do, log_sum: LogSum, *, dq_columns: int = 0, valid=None, center=None
 ):
     """Return delta, the `LogSum` for keys less their center, and zeros for the sums of dq.
 
@@ -169,19 +169,19 @@ def preprocess(
         o: [B, T, N, V], or a `SplitOutput`.
         do: [B, T, N, V].
         log_sum: of float32 [B, N, T], -inf in rows without keys.
-        head_dim: the columns of these sums; without any there are no zeros.
+        dq_columns: the columns of these sums; 0 if no sums are wanted.
         valid: int32 [B], how many rows have keys, if these come first; else None. The sums of
             the rows behind are left as they are.
         center: float32 [B, K, H], or None.
 
     Returns:
-        delta, a `LogSum`, and if there is a head dim float32 [B, N, tiles of 64 queries, groups,
+        delta, a `LogSum`, and if sums are wanted float32 [B, N, tiles of 64 queries, groups,
         `ptx.OF_GROUP`].
     """
     p, (m, lse, _) = problem, log_sum
     outputs = tuple(jax.tree.leaves(o))
     q_len, heads, value_dim = do.shape[1:]
-    tiles, groups = -(-q_len // (2 * ptx.ROWS)) * 2, ptx.groups(head_dim)
+    tiles, groups = -(-q_len // (2 * ptx.ROWS)) * 2, ptx.groups(dq_columns)
     large = m is not None and center is not None
     config = PreprocessConfig(q_len, heads, tiles, groups, p.groups, large)
 

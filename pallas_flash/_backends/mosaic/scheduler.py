@@ -9,8 +9,8 @@ come at a time, because the L2 cache holds their keys and values.
     static schedule     masks known at tracing (`Mask.known_on_host`): NumPy counts the blocks
                         before the launch. It simulates a dynamic scheduler, and each CTA reads a
                         list of its own.
-    dynamic schedule    masks with arrays or predicates: XLA sorts the work tiles on the GPU. All
-                        CTAs share one list, and who is free takes the next work tile by an atomic
+    dynamic schedule    masks with arrays: XLA sorts the work tiles on the GPU. All CTAs share one
+                        list, and a CTA that is free takes the next work tile by an atomic
                         increment.
 
 A mask divides the K/V blocks of a query tile into three kinds: *full* blocks, whose pairs are all

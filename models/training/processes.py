@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from models.errors import UserError as UserError
 from models.sharding import Layout
-from scripts.command import UserError as UserError
 
 # Seconds without a heartbeat after which a process is dead; seconds to wait for all at the start.
 HEARTBEAT, WAIT = 30, 40
@@ -38,12 +38,12 @@ def say(label: str, text: str):
 
 def warn(text: str):
     """Print a warning to the standard error."""
-    print(f"train_gpt.py: {_name()}warning: {text}", file=sys.stderr, flush=True)
+    print(f"train: {_name()}warning: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: object):
     """Print the error that ends the script to the standard error."""
-    print(f"train_gpt.py: {_name()}error: {text}", file=sys.stderr, flush=True)
+    print(f"train: {_name()}error: {text}", file=sys.stderr, flush=True)
 
 
 def _name() -> str:
@@ -57,28 +57,15 @@ def first_line(error: Exception) -> str:
 
 def add_process_flags(parser: argparse.ArgumentParser):
     """Add the flags that number the processes."""
-    group = parser.add_argument_group(
-        "several processes", "Each has these and the same other flags; see docs/training.md."
-    )
-    group.add_argument(
-        "--cluster",
-        action="store_true",
-        help="take the next three from the cluster's environment, as JAX detects it (Slurm, Open "
-        "MPI, Kubernetes, ...)",
-    )
-    group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there"
-    )
-    group.add_argument("--num-processes", type=int, metavar="INT", help="number of processes")
-    group.add_argument(
-        "--process-id", type=int, metavar="INT", help="number of this process, from 0"
-    )
-    group.add_argument(
-        "--wait",
-        type=int,
-        metavar="SECONDS",
-        help=f"time to wait for the others at the start (default: {WAIT})",
-    )
+    title = "several processes", "Each has these and the same other flags; see docs/training.md."
+    add = parser.add_argument_group(*title).add_argument
+    detected = "take the next three from the cluster's environment, as JAX detects it (Slurm, ...)"
+    add("--cluster", action="store_true", help=detected)
+    add("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+    add("--num-processes", type=int, metavar="INT", help="number of processes")
+    add("--process-id", type=int, metavar="INT", help="number of this process, from 0")
+    waited = f"time to wait for the others at the start (default: {WAIT})"
+    add("--wait", type=int, metavar="SECONDS", help=waited)
 
 
 def join(flags: dict[str, Any]):

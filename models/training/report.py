@@ -24,14 +24,13 @@ import jax
 import numpy as np
 
 import pallas_flash
-from models.gpt import GPTConfig
-from models.sharding import Layout
-from scripts.training.attention import explain_attention
-from scripts.training.mesh import describe_mesh
-from scripts.training.processes import UserError, say, several
-from scripts.training.settings import TrainConfig
-from scripts.training.text import Text, why_left_out
-from scripts.training.weights import Tuned
+from models.config import DecoderConfig
+from models.errors import UserError
+from models.sharding import AXES, Layout
+from models.training.mesh import describe_mesh
+from models.training.processes import say, several
+from models.training.settings import TrainConfig
+from models.training.text import Text, why_left_out
 
 # Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets. For the H200 and the H100
 # they print the rate with sparsity, which is twice this.
@@ -96,20 +95,19 @@ class Work:
 
 
 def work_of(
-    model: GPTConfig | Tuned, params: Any, sequences: int, device: jax.Device, count: int = 1
+    model: DecoderConfig, context: int, params: Any, sequences: int, kind: str, count: int = 1
 ) -> Work:
-    """Return the work of an update on `sequences` full contexts by `count` such devices.
+    """Return the work of an update on `sequences` full contexts by `count` devices of a kind.
 
     `params` may be shapes.
     """
     embeddings = [params[name] for name in ("embedding", "position_embedding") if name in params]
     parameters = count_of(params) - count_of(embeddings)
     width = model.num_heads * model.head_dim
-    attention = 12 * model.num_layers * width * model.context // 2
     return Work(
-        tokens=sequences * model.context,
-        flops_per_token=6 * parameters + attention,
-        peak=PEAK_FLOPS[kind] * count if (kind := device.device_kind) in PEAK_FLOPS else None,
+        tokens=sequences * context,
+        flops_per_token=6 * parameters + 12 * model.num_layers * width * context // 2,
+        peak=PEAK_FLOPS[kind] * count if kind in PEAK_FLOPS else None,
     )
 
 
@@ -163,17 +161,67 @@ def metric_lines(
     return lines
 
 
-def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params):
+def explain_attention(
+    config: TrainConfig, model: DecoderConfig, layout: Layout, *, packed: bool
+) -> tuple[str, str]:
+    """Return the attention that serves a device in a step, and why not the kernels.
+
+    Raises:
+        UserError: The explicit choice does not serve this step here.
+    """
+    data, fsdp, sequence, tensor = (layout.mesh.shape[name] for name in AXES)
+    # Attention divides a sequence itself; of the other axes a device has its share.
+    places = layout.sharding(None, "sequence") if sequence > 1 else None
+    order = layout.order(config.context)
+    positions = None if order is None else order[None]
+    batch = config.microbatch // (data * fsdp)
+    query, key = (
+        jax.ShapeDtypeStruct(
+            (batch, config.context, heads // tensor, model.head_dim),
+            model.compute_dtype,
+            sharding=places,
+        )
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    ids = jax.ShapeDtypeStruct((batch, config.context), "int32") if packed else None
+    try:
+        explanation = pallas_flash.explain(
+            query,
+            key,
+            key,
+            is_causal=True,
+            implementation=model.implementation,
+            segment_ids=ids,
+            local_window_size=(model.window - 1, 0) if model.has_window(0) else None,
+            logits_soft_cap=model.attention_soft_cap,
+            query_positions=positions,
+            key_value_positions=positions,
+        )
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        asked = model.implementation
+        refused = f"`implementation` must be one that serves the call; got {asked!r}. "
+        raise UserError(
+            f"`attention` must be one that serves here; got {asked!r}: "
+            f"{str(error).removeprefix(refused)}"
+        ) from error
+    # "interpret" and "reference" serve explicit choices alone.
+    absent = [why for name, why in explanation.refused.items() if name in ("triton", "mosaic")]
+    reason = absent[0] if explanation.implementation == "xla" and absent else ""
+    choice = explanation.context_parallelism
+    return explanation.implementation + (f", {choice.method}" if choice else ""), reason
+
+
+def describe(config: TrainConfig, model: DecoderConfig, layout: Layout, work, text: Text, params):
     """Print what runs, on which devices, and through which attention."""
-    model, device = config.model, jax.local_devices()[0]
-    attention, reason = explain_attention(model, config.microbatch, layout)
+    device, packed = jax.local_devices()[0], text.train_ends is not None
+    attention, reason = explain_attention(config, model, layout, packed=packed)
     devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
     hosts = f" of {jax.process_count()} processes" if several() else ""
     say(
         "device",
         f"{devices}{device.platform} ({device.device_kind}){hosts}, {os.cpu_count()} CPU cores",
     )
-    describe_mesh(config, layout)
+    describe_mesh(config, model, layout)
     say(
         "versions",
         f"python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}, "
@@ -181,11 +229,11 @@ def describe(config: TrainConfig, layout: Layout, work: Work, text: Text, params
     )
     say(
         "model",
-        f"{count_of(params):,} parameters: {model.num_layers} layers of {model.embed_dim}, "
-        f"{model.num_heads} query and {model.kv_heads} key/value heads, context {model.context}, "
-        f"{model.dtype} activations, {model.param_dtype} parameters",
+        f"{count_of(params):,} parameters: {model.num_layers} layers of {model.features}, "
+        f"{model.num_heads} query and {model.num_kv_heads} key/value heads, context "
+        f"{config.context}, {model.compute_dtype} activations, {model.param_dtype} parameters",
     )
-    say("attention", f"{attention} (--attention {model.attention or 'auto'}) {reason}".rstrip())
+    say("attention", f"{attention} (--attention {config.attention or 'auto'}) {reason}".rstrip())
     say("text", str(text))
     if text.left_out:
         say("", why_left_out(text.left_out))

@@ -1,4 +1,4 @@
-"""The text that `train_gpt.py` trains on: its files, the split of them, and batches.
+"""The text of a run: its files, the split of them, and batches.
 
 Tokens are bytes, or come from a folder that `prepare_tokens.py` has written:
 
@@ -14,7 +14,6 @@ About a tenth of the text is held out by whole files, chosen by a hash of their 
 file is on both sides. Run folders are no text and are left out.
 """
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -26,13 +25,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from models.checkpoint import weights_folder
+from models.errors import UserError
 from models.sharding import BATCH, Layout
-from scripts.generation.tokens import Bytes, FromFolder
-from scripts.training.checkpoints import read_marked
-from scripts.training.processes import UserError
-from scripts.training.run_folder import TOKENIZER, is_run_folder
-from scripts.training.settings import TrainConfig
-from scripts.training.weights import Tuned, weights_folder
+from models.training.files import TOKENIZER, is_run_folder, read_marked
+from models.training.settings import TrainConfig
 
 # Share of the text that is never trained on.
 HELD_OUT = 0.1
@@ -56,7 +53,6 @@ class Text(NamedTuple):
         train_files: Names of the files to train on, or numbers of documents.
         held_out_files: The same of those that are held out.
         left_out: Names of what is no text among the files.
-        tokens: The tokenizer.
         prepared: The content of tokens.json; None where tokens are bytes.
         train_ends: For each document to train on, the number of tokens up to its end; None where
             tokens are bytes.
@@ -68,7 +64,6 @@ class Text(NamedTuple):
     train_files: Sequence
     held_out_files: Sequence
     left_out: list[str]
-    tokens: Bytes | FromFolder = Bytes()
     prepared: dict[str, Any] | None = None
     train_ends: np.ndarray | None = None
     held_out_ends: np.ndarray | None = None
@@ -101,15 +96,15 @@ class Text(NamedTuple):
         return digest.hexdigest()
 
 
-def read_files(config: TrainConfig) -> tuple[list[tuple[str, bytes]], list[str]]:
+def read_files(data: str | None, out_dir: str) -> tuple[list[tuple[str, bytes]], list[str]]:
     """Return (name, bytes) of every text file, sorted by name, and the names of what is left out.
 
     All files below a folder are text, but for hidden files, and for what is left out: folders of
     runs, and files with a zero byte near their start.
     """
-    default = config.data is None
-    root = Path(sysconfig.get_path("stdlib") if default else config.data)
-    paths, left_out = find_files(root, Path(config.out_dir).resolve(), default)
+    default = data is None
+    root = Path(sysconfig.get_path("stdlib") if data is None else data)
+    paths, left_out = find_files(root, Path(out_dir).resolve(), default)
     files = []
     for path in paths:
         content = path.read_bytes()
@@ -194,21 +189,19 @@ def load_text(config: TrainConfig) -> Text:
     if config.data is not None and any((x / TOKENS).exists() for x in (folder, folder / NEW)):
         text = map_tokens(folder)
     else:
-        files, left_out = read_files(config)
+        files, left_out = read_files(config.data, config.out_dir)
         sides = split_files(files)
         train, held_out = (
             np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8)
             for side in sides
         )
         text = Text(train, held_out, *([name for name, _ in side] for side in sides), left_out)
-    if min(len(text.train), len(text.held_out)) <= config.model.context:
+    if min(len(text.train), len(text.held_out)) <= config.context:
         raise UserError(
             "`context` must be below the length of both sides of the text; got a context of "
-            f"{config.model.context}, {len(text.train)} tokens to train on and "
+            f"{config.context}, {len(text.train)} tokens to train on and "
             f"{len(text.held_out)} held out: give more text or a smaller --context."
         )
-    if not text.tokens.encode(config.prompt):
-        raise UserError(f"`prompt` must have a token; got none in {config.prompt!r}.")
     return text
 
 
@@ -244,36 +237,31 @@ def map_tokens(folder: Path) -> Text:
                 )
             arrays[side] = np.memmap(path, dtype, mode="r")
     documents = (range(len(ends[side])) for side in SIDES)
-    words = FromFolder(folder)
-    return Text(*tokens.values(), *documents, [], words, prepared, *ends.values())
+    return Text(*tokens.values(), *documents, [], prepared, *ends.values())
 
 
-def fit_to_text(config: TrainConfig, text: Text) -> TrainConfig:
-    """Return the settings with what the text decides: the vocabulary of a new model.
+def check_tokens(config: TrainConfig, text: Text, vocab_size: int):
+    """Refuse a text in tokens that the weights, with which a run begins, do not have.
 
     Raises:
-        UserError: The text has other tokens than the folder that the run begins with.
+        UserError: It is such a text.
     """
-    model, start = config.model, Path(config.init_from or "")
-    folder = weights_folder(start) or start
+    folder = weights_folder(Path(config.init_from or ""))
+    if folder is None:
+        return
     there, here = folder / TOKENIZER, Path(config.data or "", TOKENIZER)
-    if isinstance(model, Tuned) and (text.prepared is None or text.vocab_size > model.vocab_size):
-        got = "text" if text.prepared is None else f"{text.vocab_size:,} different tokens"
-    elif not config.init_from or text.prepared is None or not there.exists():
-        got = ""
-    else:
-        same = there.read_bytes() == here.read_bytes()
-        got = "" if same else f"other ones in {here} than in {there}"
+    got = ""
+    if text.prepared is None and there.exists():
+        got = "text"
+    elif text.vocab_size > vocab_size:
+        got = f"{text.vocab_size:,} different tokens"
+    elif there.exists() and there.read_bytes() != here.read_bytes():
+        got = f"other ones in {here} than in {there}"
     if got:
         raise UserError(
             f"`data` must be tokens of the folder in `init_from`; got {got}: run python "
             f"scripts/prepare_tokens.py TEXT --tokenizer {folder} --out-dir TOKENS."
         )
-    if isinstance(model, Tuned):
-        return config
-    # Products with a multiple of 64 are faster.
-    size = 64 * math.ceil(text.vocab_size / 64)
-    return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=size))
 
 
 def windows(
@@ -284,11 +272,11 @@ def windows(
     Each process cuts only the windows that its devices compute.
 
     Returns:
-        The tokens. For weights also the document of each, counted from the first in its window; a
-        `GPT` reads across the ends of documents.
+        The tokens. If the text has documents, also the document of each, counted from the first in
+        its window.
     """
     starts = starts.reshape(-1, config.microbatch)
-    offsets = np.arange(config.model.context + 1)
+    offsets = np.arange(config.context + 1)
 
     def cut(read):
         return jax.make_array_from_callback(
@@ -302,7 +290,7 @@ def windows(
         return (numbers - numbers[..., :1]).astype(np.int32)
 
     tokens = cut(lambda positions: text[positions])
-    if ends is None or not isinstance(config.model, Tuned):
+    if ends is None:
         return tokens
     return tokens, cut(documents)
 
@@ -315,7 +303,7 @@ def training_batch(
     See `windows`.
     """
     rng = np.random.default_rng([config.seed, step])
-    starts = rng.integers(0, len(text) - config.model.context, config.batch_size)
+    starts = rng.integers(0, len(text) - config.context, config.batch_size)
     return windows(text, starts, config, layout, ends)
 
 
@@ -323,6 +311,6 @@ def held_out_batches(
     text: np.ndarray, config: TrainConfig, layout: Layout, ends: np.ndarray | None = None
 ):
     """Return windows spread evenly over the held-out text, the same at every look."""
-    last = len(text) - config.model.context - 1
+    last = len(text) - config.context - 1
     starts = np.linspace(0, last, config.eval_batches * config.batch_size).astype(int)
     return windows(text, starts, config, layout, ends)

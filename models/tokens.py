@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.command import UserError, why
-from scripts.generation.chat import find_templates, render
+from models.chat import find_templates, render
+from models.errors import UserError, why
 
 # A character that is not complete yet; tokens of a model may end inside of one.
 INCOMPLETE = "\ufffd"
@@ -22,7 +22,7 @@ NONCHARACTERS = [chr(n) for n in range(0xFDD0, 0xFDF0)]
 
 
 class Bytes:
-    """The tokens of runs of `train_gpt.py`: the bytes of a text."""
+    """The tokens of models without a tokenizer: the bytes of a text."""
 
     stop_tokens: Sequence[int] = ()
     chat: Callable[[str, str | None], str] | None = None

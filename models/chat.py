@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.command import UserError, why
+from models.errors import UserError, why
 
 FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 

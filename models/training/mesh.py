@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from models.config import DecoderConfig
+from models.errors import UserError
 from models.sharding import AXES, Layout
-from scripts.training.processes import UserError, say
-from scripts.training.settings import TrainConfig, mesh_sizes
+from models.training.processes import say
+from models.training.settings import TrainConfig, mesh_sizes
 
 
-def make_layout(config: TrainConfig) -> Layout:
+def make_layout(config: TrainConfig, model: DecoderConfig) -> Layout:
     """Return the mesh of all devices of all processes.
 
     Raises:
@@ -31,15 +33,14 @@ def make_layout(config: TrainConfig) -> Layout:
             f"{math.prod(sizes.values())}, and {count} devices: change a size, or show JAX fewer "
             "devices (CUDA_VISIBLE_DEVICES)."
         )
-    model = config.model
     batch = "batch_size" if config.accumulation == 1 else "batch_size / accumulation"
     for axes, name, size in (
         (("data", "fsdp"), batch, config.microbatch),
-        (("fsdp",), "embed_dim", model.embed_dim),
-        (("sequence",), "context", model.context),
+        (("fsdp",), "features", model.features),
+        (("sequence",), "context", config.context),
         (("tensor",), "num_heads", model.num_heads),
-        (("tensor",), "num_kv_heads", model.kv_heads),
-        (("tensor",), "width of the MLP", model.mlp_dim),
+        (("tensor",), "num_kv_heads", model.num_kv_heads),
+        (("tensor",), "width of the MLP", model.hidden),
     ):
         devices = math.prod(sizes[axis] for axis in axes)
         if size % devices:
@@ -47,31 +48,26 @@ def make_layout(config: TrainConfig) -> Layout:
                 f"`mesh` must divide the run's {name}, {size}, by {' times '.join(axes)}; got "
                 f"{asked}, which is {devices}: change that size or this one."
             )
-    if sizes["sequence"] > 1 and model.attention == "cudnn":
-        raise UserError(
-            f"`mesh` must leave sequences whole for attention by cuDNN; got {asked}: choose "
-            "another --attention, or another axis."
-        )
     mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Layout(mesh)
 
 
-def describe_mesh(config: TrainConfig, layout: Layout):
+def describe_mesh(config: TrainConfig, model: DecoderConfig, layout: Layout):
     """Print the share of each device in a mesh of several."""
-    sizes, model = layout.mesh.shape, config.model
+    sizes = layout.mesh.shape
     if layout.mesh.size == 1:
         return
     say("mesh", ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1))
     shares = {
         "sequences at once": config.microbatch // (sizes["data"] * sizes["fsdp"]),
-        "tokens of each": model.context // sizes["sequence"],
+        "tokens of each": config.context // sizes["sequence"],
         "heads": model.num_heads // sizes["tensor"],
-        "hidden units": model.mlp_dim // sizes["tensor"],
+        "hidden units": model.hidden // sizes["tensor"],
     }
     computes = ", ".join(f"{count:,} {name}" for name, count in shares.items())
     say("", f"a device computes {computes}")
     say("", f"and holds 1/{sizes['fsdp'] * sizes['tensor']} of every matrix of parameters")
-    if sizes["sequence"] > 1 and layout.order(model.context) is None:
+    if sizes["sequence"] > 1 and layout.order(config.context) is None:
         equal = 2 * sizes["sequence"]
         say("", f"work is unequal: a multiple of {equal} as the context would make it equal")
 
@@ -86,7 +82,7 @@ def check_memory(config: TrainConfig, params: Any, sizes, device: jax.Device):
         device: One of the devices.
     """
     parameters = sum(x.size for x in jax.tree.leaves(params))
-    needed = 4 * jnp.dtype(config.model.param_dtype).itemsize * parameters
+    needed = 4 * jnp.dtype(config.param_dtype).itemsize * parameters
     needed //= sizes["fsdp"] * sizes["tensor"]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
@@ -94,7 +90,7 @@ def check_memory(config: TrainConfig, params: Any, sizes, device: jax.Device):
         limit = host // jax.local_device_count()
     if limit is not None and needed > limit:
         raise UserError(
-            f"`embed_dim` and the other sizes must fit the memory of the {device.platform}; got "
+            f"`features` and the other sizes must fit the memory of the {device.platform}; got "
             f"{parameters:,} parameters, which with optimizer and gradient need at least "
             f"{needed / 1e9:,.1f} of {limit / 1e9:,.1f} GB: choose a smaller model, or more "
             "devices on the axis fsdp of --mesh."

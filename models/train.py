@@ -1,0 +1,109 @@
+"""Train a model, or tune published weights: `python -m models.train`.
+
+    pip install -e '.[train]'
+    python -m models.train --preset gpt2-small                       # a new model, 85 M parameters
+    python -m models.train --init-from Qwen2.5-0.5B --data tokens/   # fine-tuning
+    python -m models.train --mesh data=2,fsdp=2,sequence=2,tensor=2  # several devices
+
+`scripts/train_gpt.py` is the small one, to read and to copy. This trainer also has meshes of
+devices, several processes, weights, tokenizers, verified checkpoints and a report of its speed.
+
+Before training, it compares the gradient of every parameter through the chosen attention with the
+gradient through the dense reference, and stops if they differ. Results go to the folder
+`--out-dir`; see `models/training/folder.py`.
+
+The same command resumes a run that was stopped or killed, at its last undamaged checkpoint and to
+the same bits: the only state is (step, parameters, optimizer), because batches and random keys are
+functions of (seed, step). On a GPU, XLA chooses kernels by timing them and may add in any order, so
+equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slower.
+
+`models/training/` has, in reading order, `loop.py` (updates, gradient check, the run),
+`settings.py` (flags and presets), `text.py` (data), `mesh.py` (several devices),
+`processes.py` (several processes, signals), `folder.py` and `files.py`, and `report.py` (speed).
+"""
+
+import re
+import shlex
+import sys
+import time
+import traceback
+
+try:
+    import jax
+
+    from models.training import processes
+    from models.training.loop import train
+    from models.training.processes import UserError, fail, say
+    from models.training.settings import TrainConfig, config_from_flags, make_parser
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        "train: error: this command needs a checkout installed with its `train` extra; got no "
+        f"module named {error.name!r}: run pip install -e '.[train]'."
+    ) from None
+
+
+def with_flags(message: object) -> str:
+    """Return a message with flags where it has settings: --batch-size for `batch_size`."""
+    names = {*processes.FLAGS, *TrainConfig.__dataclass_fields__}
+
+    def flag(match):
+        return f"--{match[1].replace('_', '-')}" if match[1] in names else match[0]
+
+    return re.sub(r"`(\w+)`", flag, str(message))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    start = time.perf_counter()
+    parser = make_parser((__doc__ or "").partition("\n")[0])
+    processes.add_process_flags(parser)
+    flags = vars(parser.parse_args(argv))
+    which = {name: flags.pop(name) for name in processes.FLAGS if name in flags}
+    command = shlex.join(["python", "-m", "models.train", *argv])
+    try:
+        config = config_from_flags(flags)
+        processes.join(which)
+        result = train(config)
+    except UserError as error:
+        fail(with_flags(error))
+        return 2
+    except OSError as error:
+        fail(f"reading or writing failed: {error}: repair this, then run the same command again.")
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fail(
+            f"--batch-size must fit the device's memory; got {config.microbatch} sequences of "
+            f"{config.context} tokens at once, for which it could not allocate the memory of a "
+            "program: raise --accumulation, or choose a smaller model."
+        )
+        return 2
+    except KeyboardInterrupt:
+        say("stopped", f"at once, without a new checkpoint; continue with: {command}")
+        return 130
+    if result.interrupted:
+        say("stopped", f"after step {result.step}, checkpoint saved; resume with: {command}")
+        processes.finish()
+        return 130
+    speed = "" if result.speed is None else f", {result.speed}"
+    if processes.is_writer():
+        say(
+            "done",
+            f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats per "
+            f"token, {result.bits_per_byte:.3f} bits per byte{speed}; "
+            f"{time.perf_counter() - start:.0f} s in all; text: python scripts/generate.py "
+            f"{config.out_dir}",
+        )
+    processes.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:  # Python would print the error, and then wait for the other processes.
+        traceback.print_exc()
+        status = 1
+    sys.exit(processes.leave(status))

@@ -1,0 +1,279 @@
+"""The folder of a run: settings, metrics, curves, checkpoints, weights.
+
+    run.json         the settings, with the mark by which the folder is one of this code
+    metrics.jsonl    one line for each step
+    loss.png         their curves
+    checkpoints/     by orbax's manager: one folder for each step, with the state (step, parameters,
+                     optimizer), and checksums.json, the SHA-256 of every other file
+    weights/         the model in the layout of published weights, written when a session ends
+    train.lock       kept; locked while a process works here
+
+Any process may be killed at any moment, because files are replaced or appended, and orbax names a
+checkpoint when it is complete. Orbax does not read back: it restores numbers from a file with a
+flipped bit without an error. So a checkpoint counts only with its checksums, which come last.
+
+Process 0 opens the folder and writes to it; all processes write the arrays of a checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import absl.logging
+import jax
+import orbax.checkpoint as ocp
+from matplotlib.figure import Figure
+
+from models.errors import UserError
+from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
+from models.training.processes import first_line, is_writer, result_of_writer, several, warn
+from models.training.settings import TrainConfig
+
+METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
+CHECKSUMS, STATE = "checksums.json", "state"
+# Seconds until every process can read a file that process 0 has written.
+VISIBLE_WITHIN = 60
+
+
+def write_checksums(folder: Path):
+    """Write the SHA-256 of every file of a checkpoint, which then counts."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = {path.relative_to(folder).as_posix(): sha256_of(path, flush=True) for path in paths}
+    write_file(folder / CHECKSUMS, json.dumps({**MARK, "step": folder.name, "sha256": sums}))
+
+
+def damage_of(folder: Path) -> str | None:
+    """Return the damage to a checkpoint in a few words, None if it is whole."""
+    content = read_marked(folder / CHECKSUMS)
+    if content is None or content.get("step") != folder.name or not content.get("sha256"):
+        return f"{CHECKSUMS} is damaged or of another step"
+    for name, expected in content["sha256"].items():
+        try:
+            if sha256_of(folder / name) != expected:
+                return f"{name} has other bytes than were written"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+class RunFolder:
+    """The files of one run, which is new, or a run of the same settings that goes on.
+
+    As a context, it keeps other processes from opening the folder.
+
+    Args:
+        config: The settings, complete.
+        text_hash: The hash of the text that the run reads.
+
+    Attributes:
+        last_step: The step of the newest whole checkpoint, 0 if there is none.
+        metrics: The lines of all steps, in process 0.
+
+    Raises:
+        UserError: The folder holds another run or other files, is in use, or has damaged
+            checkpoints alone.
+    """
+
+    def __init__(self, config: TrainConfig, text_hash: str):
+        self.path, self.last_step = Path(config.out_dir).absolute(), 0
+        self.metrics: list[dict[str, Any]] = []
+        self._checkpoints = self.path / CHECKPOINTS
+        self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash}
+        self._keep = config.keep_checkpoints
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self):
+        self.last_step = result_of_writer(self._open)
+        self._refuse_separate_folders()
+        # Its threads would print pages about an error that is also raised.
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+            save_root_metadata=False,
+            single_host_load_and_broadcast=several(),
+        )
+        self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
+        self._exit.callback(self._manager.close)
+        return self
+
+    def __exit__(self, *error):
+        self._exit.close()
+
+    def _open(self) -> int:
+        """Lock the folder and read its metrics; return the step to resume, 0 for none."""
+        ours = read_marked(self.path / RUN) is not None
+        names = (RUN, METRICS, CHECKPOINTS, "weights", "tokens.json")
+        there = [x for x in names if (self.path / x).exists()]
+        if self.path.is_file() or (there and not ours):
+            raise UserError(
+                f"`out_dir` must be new, or the folder of a run; got {str(self.path)!r} with "
+                f"{', '.join(there) or 'a file there'}, which is no run of this trainer: pass "
+                "another --out-dir."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock(self.path / LOCK))
+            folders = [p for p in self._checkpoints.glob("*") if p.name.isdecimal()]
+            for folder in [p for p in folders if not (p / CHECKSUMS).exists()]:
+                # A process was killed before they were written.
+                shutil.rmtree(folder)
+                folders.remove(folder)
+            last_step = 0
+            if folders:
+                self._refuse_other_settings()
+                last_step = self._newest(sorted(folders, key=lambda p: int(p.name)))
+            write_file(self.path / RUN, json.dumps(self._settings, indent=2) + "\n")
+            self._read_metrics(last_step)
+            self._exit = stack.pop_all()
+        return last_step
+
+    def _newest(self, folders: list[Path]) -> int:
+        """Return the step of the newest whole checkpoint, and rename those after it."""
+        damaged = {}
+        while folders and (damage := damage_of(folders[-1])):
+            damaged[folders.pop()] = damage
+        if not folders:
+            reasons = ", ".join(f"{path.name} ({damage})" for path, damage in damaged.items())
+            raise UserError(
+                f"`out_dir` must have a whole checkpoint to be resumed; got {str(self.path)!r} "
+                f"where every one is damaged: {reasons}: pass another --out-dir."
+            )
+        for path, damage in damaged.items():
+            name = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
+            path.rename(name)
+            warn(
+                f"the checkpoint of step {path.name} is damaged ({damage}) and was skipped; it is "
+                f"{str(name)!r} now, and you may delete it."
+            )
+        return int(folders[-1].name)
+
+    def _read_metrics(self, last_step: int):
+        """Read the lines up to a step; the file then has no others."""
+        path = self.path / METRICS
+        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if json.loads(line)["step"] == len(self.metrics) + 1 <= last_step:
+                    self.metrics.append(json.loads(line))
+        if len(self.metrics) < last_step:
+            warn(f"{METRICS} was damaged: it has no line for step {len(self.metrics) + 1}.")
+        write_file(path, json_lines(self.metrics))
+
+    def _refuse_other_settings(self):
+        saved = read_marked(self.path / RUN) or {}
+        fixed = [field.name for field in dataclasses.fields(TrainConfig) if field.compare]
+        changed = [
+            f"`{name}` (there {saved.get(name)!r}, now {self._settings[name]!r})"
+            for name in [*fixed, "text"]
+            if saved.get(name) != self._settings[name]
+        ]
+        if changed:
+            raise UserError(
+                f"`out_dir` must hold a run of the same settings to be resumed; got "
+                f"{str(self.path)!r}, which differs in {', '.join(changed)}: go back to those "
+                "settings, or pass another --out-dir."
+            )
+
+    def _refuse_separate_folders(self):
+        """Raise if this process cannot read the file that process 0 has written."""
+        # Network file systems may show files of other hosts late.
+        for _ in range(VISIBLE_WITHIN):
+            if (read_marked(self.path / RUN) or {}).get("text") == self._settings["text"]:
+                return
+            time.sleep(1)
+        raise UserError(
+            f"`out_dir` must be one folder for all processes; got {str(self.path)!r}, where this "
+            f"one cannot read the {RUN} of process 0: put it on a shared file system."
+        )
+
+    def resume(self, init_state, shardings_of):
+        """Return the state of the newest checkpoint, or `init_state()`; every process calls this.
+
+        Args:
+            init_state: Returns a state; for a checkpoint it is only traced.
+            shardings_of: Maps the state's shapes to the sharding of each array, which may differ
+                from the sharding that was written.
+        """
+        if not self.last_step:
+            return init_state()
+        shapes = jax.eval_shape(init_state)
+        wanted = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            shapes,
+            shardings_of(shapes),
+        )
+        wanted = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(wanted)})
+        try:
+            return self._manager.restore(self.last_step, args=wanted)[STATE]
+        except Exception as error:  # Orbax raises many types, and no type for another version.
+            raise UserError(
+                "`out_dir` must have checkpoints that this version of orbax reads; got "
+                f"{first_line(error)!r} at step {self.last_step} in {str(self.path)!r}, though its "
+                "bytes are as they were written."
+            ) from error
+
+    def append(self, lines: list[dict[str, Any]]):
+        """Add lines to the metrics; they are on the disk when this returns."""
+        if is_writer():
+            with open(self.path / METRICS, "a", encoding="utf-8") as file:
+                file.write(json_lines(lines))
+                file.flush()
+                os.fsync(file.fileno())
+            self.metrics += lines
+
+    def save(self, step: int, state):
+        """Write a checkpoint; every process calls this.
+
+        Raises:
+            UserError: It could not be written; the one before is whole.
+        """
+        try:
+            saved = ocp.args.Composite(**{STATE: ocp.args.StandardSave(state)})
+            self._manager.save(step, args=saved, force=True)
+            if is_writer():
+                write_checksums(self._checkpoints / str(step))
+            # Not by orbax, which would remove the one before too early.
+            for old in sorted(self._manager.all_steps())[: -self._keep]:
+                self._manager.delete(old)
+        except Exception as error:  # Orbax and TensorStore raise many types when a write fails.
+            raise UserError(
+                f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at "
+                f"step {step} in {str(self.path)!r}: the one before is whole, so repair this, "
+                "then run the same command again."
+            ) from error
+        self.last_step = step
+
+    def plot(self):
+        """Draw the curves into a file; a failure is a warning, and the run goes on."""
+        if is_writer():
+            picture = io.BytesIO()
+            draw_curves(self.metrics).savefig(picture, dpi=150, format="png")
+            try:
+                write_file(self.path / CURVES, picture.getvalue())
+            except OSError as error:
+                warn(f"{CURVES} was not written: {error}.")
+
+
+def json_lines(lines: list[dict[str, Any]]) -> str:
+    """Return the text of metrics.jsonl."""
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+
+def draw_curves(lines: list[dict[str, Any]]) -> Figure:
+    """Draw the losses in the lines of metrics.jsonl, without a display."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    losses = [(x["step"], x["loss"]) for x in lines]
+    looks = [(x["step"], x["val_loss"]) for x in lines if x["val_loss"] is not None]
+    for label, points in (("training batch", losses), ("held-out text", looks)):
+        axes.plot(*zip(*points, strict=True), label=label, marker="o" if points is looks else None)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

@@ -1,0 +1,497 @@
+"""Training: the model as functions, the gradient check, the update, the loop, the run."""
+
+import collections
+import dataclasses
+import functools
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from models import Decoder, checkpoint
+from models.config import DecoderConfig
+from models.errors import UserError
+from models.loss import next_token_loss
+from models.sharding import Layout
+from models.training import processes
+from models.training.files import END, TOKENIZER
+from models.training.folder import RunFolder
+from models.training.mesh import check_memory, make_layout
+from models.training.processes import is_writer, say, warn
+from models.training.report import Speed, describe, metric_lines, program_bytes, work_of
+from models.training.settings import TrainConfig, model_config
+from models.training.text import (
+    Text,
+    check_tokens,
+    held_out_batches,
+    load_text,
+    training_batch,
+)
+
+# Largest relative error of a parameter's gradient, both sides in float32 with exact products. Only
+# the order of sums differs, which gives about 1e-6.
+GRADIENT_BOUND = 1e-4
+# Longest context of the gradient check: the reference's memory is quadratic in it.
+GRADIENT_CONTEXT = 1024
+# Seconds after which a log gets a line.
+LOG_SECONDS = 30
+# AdamW's decay rate of the gradient's square, the largest global norm of the gradient, and the
+# share of the peak learning rate at the end.
+BETA2, CLIP_NORM, FINAL_RATE = 0.95, 1.0, 0.1
+# Files that the weights of a run have of the folder that was tuned. No other file, because they are
+# published.
+COPIED = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", END),
+)
+
+
+class TrainState(NamedTuple):
+    """The state of training."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def model_functions(model: DecoderConfig, seed: int, layout: Layout):
+    """Return `init() -> params`, `loss_fn(params, batch) -> loss`, and the model without arrays.
+
+    `init` should run uncompiled: op by op, each of its few shapes compiles once. XLA for GPUs takes
+    minutes for all random numbers of a large model as one program.
+
+    A batch has tokens, and the document of each; or tokens alone.
+    """
+    # The comparison with the reference must not depend on the division.
+    shared = layout.mesh.size > 1 and model.implementation != "reference"
+
+    def make():
+        attention = layout.attention if shared else None
+        return Decoder(model, rngs=nnx.Rngs(seed), layout=layout, attention=attention)
+
+    graphdef = nnx.graphdef(nnx.eval_shape(make))
+
+    def loss_fn(params, batch):
+        tokens, documents = batch if isinstance(batch, tuple) else (batch, None)
+        return next_token_loss(nnx.merge(graphdef, params), tokens.astype(jnp.int32), documents)
+
+    return lambda: nnx.to_pure_dict(nnx.state(make())), loss_fn, graphdef
+
+
+def first_params(config: TrainConfig, model: DecoderConfig, layout: Layout):
+    """Return the parameters that a run begins with.
+
+    Raises:
+        UserError: A tensor of the weights is missing, unexpected, of another shape, or damaged.
+    """
+    if config.init_from is None:
+        return model_functions(model, config.seed, layout)[0]()
+    folder = checkpoint.weights_folder(Path(config.init_from))
+    try:
+        read = Decoder.from_pretrained(folder, layout=layout, param_dtype=model.param_dtype)
+    except ValueError as error:
+        said = str(error).replace("`folder`", "`init_from`").replace("`layout`", "`mesh`")
+        raise UserError(said) from None
+    return nnx.to_pure_dict(nnx.state(read, nnx.Param))
+
+
+# --------------------------------------------------------------------------------------- updates
+
+
+def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Return AdamW behind a global clip, and its schedule as a function of the updates done."""
+    warmup_cosine = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.steps,
+        end_value=config.learning_rate * FINAL_RATE,
+    )
+
+    def schedule(count):
+        # The rate at zero is zero, and the first update would have no effect.
+        return warmup_cosine(count + 1)
+
+    adamw = optax.adamw(
+        schedule,
+        b2=BETA2,
+        weight_decay=config.weight_decay,
+        # Decay of a norm's scale does not regularise.
+        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    )
+    return optax.chain(clip_by_global_norm(CLIP_NORM), adamw), schedule
+
+
+def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
+    """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
+
+    Optax sums each array with two kernels. Here one kernel adds up all arrays of one shape, so that
+    the layers share it.
+    """
+
+    def update(gradient, state, params=None):
+        del params
+        alike = collections.defaultdict(list)
+        for x in jax.tree.leaves(gradient):
+            alike[x.shape].append(jnp.square(x))
+        norm = jnp.sqrt(sum(jnp.sum(sum(squares)) for squares in alike.values()))
+        factor = jnp.minimum(1.0, largest / norm)
+        return jax.tree.map(lambda x: x * factor, gradient), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def mean_gradient(loss_fn, params, batch):
+    """Return loss and gradient over a batch, `[parts, microbatch, ...]`, one part at a time."""
+
+    def add_part(total, part):
+        part = jax.value_and_grad(loss_fn)(params, part)
+        return jax.tree.map(jnp.add, total, part), None
+
+    # Parts have equal sizes, so the mean of their means is the mean over the batch.
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+    total, _ = jax.lax.scan(add_part, zeros, batch)
+    parts = len(jax.tree.leaves(batch)[0])
+    return jax.tree.map(lambda x: x / parts, total)
+
+
+def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
+    """Return the options for XLA on GPUs.
+
+    The first two keep matrix products in cuBLAS, as they are written: else XLA cuts sums over
+    tokens, and joins q's product with k's. The others let devices send while they compute; by
+    default the first message that is ready would overlap all products of the backward.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    options: dict[str, bool | int] = {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    }
+    if layout.mesh.size > 1:
+        options |= {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
+        }
+    return options
+
+
+def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
+    """Return `init_state(params)`, `train_step(state, batch)` and `eval_step(params, batches)`.
+
+    Without parameters, the state begins with random ones.
+    """
+    init, loss_fn, _ = model_functions(model, config.seed, layout)
+    optimizer, schedule = make_optimizer(config)
+
+    def begin(params):
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    places = layout.shardings(jax.eval_shape(lambda: begin(init())))
+
+    def init_state(params=None):
+        return jax.jit(begin, out_shardings=places)(init() if params is None else params)
+
+    # Donation lets the new state take the place of the old one in memory.
+    @functools.partial(
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(places, layout.sharding()),
+        compiler_options=compiler_options(layout),
+    )
+    def train_step(state, batch):
+        value, gradient = mean_gradient(loss_fn, state.params, batch)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": value, "lr": schedule(state.step)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    @functools.partial(jax.jit, out_shardings=layout.sharding())
+    def eval_step(params, batches):
+        return jnp.mean(jax.lax.map(functools.partial(loss_fn, params), batches))
+
+    return init_state, train_step, eval_step
+
+
+# --------------------------------------------------------------------------------- gradient check
+
+
+def gradient_error(
+    config: TrainConfig, model: DecoderConfig, text: Text, layout: Layout
+) -> tuple[float, str]:
+    """Compare the gradient of the whole model with the one through the dense reference.
+
+    Both are computed at the initial parameters on a few sequences, in float32 with full-precision
+    products: the errors of TF32, a GPU's default, and of bfloat16, a run's default, would hide an
+    error of the attention.
+
+    Returns:
+        The largest error of a parameter, `|ours - reference| / |reference|` in the L2 norm, and
+        the name of that parameter.
+    """
+    sizes = layout.mesh.shape
+    whole, shares = sizes["sequence"], sizes["data"] * sizes["fsdp"]
+    context = max(min(config.context, GRADIENT_CONTEXT) // whole, 1) * whole
+    model = dataclasses.replace(model, dtype="float32", param_dtype="float32")
+    check = dataclasses.replace(config, context=context, batch_size=max(2, shares), accumulation=1)
+    batch = training_batch(text.train, 0, check, layout, text.train_ends)
+    params = first_params(config, model, layout)
+    # A search for the fastest matrix products of a GPU is not worth its time for one run.
+    quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+
+    def gradient(implementation):
+        chosen = dataclasses.replace(model, implementation=implementation)
+        _, loss_fn, _ = model_functions(chosen, config.seed, layout)
+        compiled = jax.jit(
+            lambda params, batch: jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batch)),
+            out_shardings=layout.shardings(params),
+            compiler_options=quick,
+        )
+        return compiled(params, batch)
+
+    with jax.default_matmul_precision("highest"):
+        ours, reference = gradient(model.implementation), gradient("reference")
+
+    @functools.partial(jax.jit, out_shardings=layout.sharding())
+    def relative(ours, reference):
+        return jax.tree.map(
+            lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2)), ours, reference
+        )
+
+    errors = jax.tree.leaves_with_path(jax.device_get(relative(ours, reference)))
+    return max(
+        # A gradient that is not a number must win.
+        (np.inf if np.isnan(error) else float(error), jax.tree_util.keystr(path))
+        for path, error in errors
+        # The gradient of a bias of keys is zero without rotary positions, and else a small sum of
+        # large numbers.
+        if not jax.tree_util.keystr(path, simple=True, separator="/").endswith("key/bias")
+    )
+
+
+def check_gradients(config: TrainConfig, model: DecoderConfig, text: Text, layout: Layout) -> float:
+    """Print the end-to-end gradient error, and stop the run if it is too large."""
+    say("gradients", "are compared with the dense reference's: compiling two programs")
+    start = time.perf_counter()
+    error, name = gradient_error(config, model, text, layout)
+    say(
+        "gradients",
+        f"relative error {error:.1e} against the reference (worst parameter: {name}; bound "
+        f"{GRADIENT_BOUND:.0e}; {time.perf_counter() - start:.1f} s)",
+    )
+    if not error <= GRADIENT_BOUND:
+        raise UserError(
+            f"`attention` must give the reference's gradients to within {GRADIENT_BOUND:.0e}; got "
+            f"a relative error of {error:.1e} at {name}: its gradients are wrong here, so try "
+            "another --attention, and please report it."
+        )
+    return error
+
+
+# -------------------------------------------------------------------------------------- the loop
+
+
+def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
+    """Update the state until the last step, or until `stopped` has an entry.
+
+    Returns:
+        The state, and the mean speed.
+    """
+    config, layout, text = run.config, run.layout, run.text
+    _, train_step, eval_step = make_steps(config, run.model, layout)
+    first, start = int(state.step), time.perf_counter()
+    batch = training_batch(text.train, first + 1, config, layout, text.train_ends)
+    held_out = held_out_batches(text.held_out, config, layout, text.held_out_ends)
+    say("compiling", "an update and an evaluation")
+    # Compiled here, so that no step's time includes compilation.
+    train_step = train_step.lower(state, batch).compile()
+    eval_step = eval_step.lower(state.params, held_out).compile()
+    seconds, needed = time.perf_counter() - start, program_bytes(train_step) / 1e9
+    say("compiled", f"in {seconds:.1f} s; a step takes {needed:.2f} GB a device")
+
+    # Only a terminal shows the bar (disable=None). A log gets lines after LOG_SECONDS, too.
+    hidden = None if is_writer() else True
+    progress = tqdm(total=config.steps, initial=first, unit="step", disable=hidden)
+    vote = processes.Vote(layout, stopped)
+    pending, seconds = [], 0.0
+    start = printed = time.perf_counter()
+    with progress:
+        for step in range(first + 1, config.steps + 1):
+            batch = training_batch(text.train, step, config, layout, text.train_ends)
+            state, metrics = train_step(state, batch)
+            pending.append(metrics)
+            progress.update()
+            stop = vote()
+            look = step % config.eval_every == 0 or step == config.steps
+            save = step % config.checkpoint_every == 0 or step == config.steps or stop
+            due = time.perf_counter() - printed > LOG_SECONDS
+            if not (look or save or due or step % config.log_every == 0):
+                continue
+
+            # Reading the values waits for the device, to which the loop only sends steps.
+            values = jax.device_get(pending)
+            elapsed = time.perf_counter() - start
+            seconds += elapsed
+            speed = run.work.speed(1e3 * elapsed / len(pending))
+            val_loss = float(eval_step(state.params, held_out)) if look else None
+            bits = None if val_loss is None else text.bits_per_byte(val_loss)
+            lines = metric_lines(step, values, speed, val_loss, bits)
+            if is_writer() and (look or (due and progress.disable)):
+                more = f"{progress.format_interval((config.steps - step) * speed.ms / 1e3)} left"
+                if look:
+                    more = f"held out {val_loss:.4f} ({bits:.3f} bits per byte)"
+                progress.write(f"step {step:6d}   loss {lines[-1]['loss']:.4f}   {more}   {speed}")
+            if look or due:
+                printed = time.perf_counter()
+            # The lines come first, so that a checkpoint has all the steps before it.
+            folder.append(lines)
+            if save:
+                folder.save(step, state)
+            if stop:
+                break
+            pending, start = [], time.perf_counter()
+    return state, run.work.speed(1e3 * seconds / (int(state.step) - first))
+
+
+# --------------------------------------------------------------------------------------- the run
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        step: Updates done, over all the sessions of the run.
+        loss: Training loss of the last update, in nats per token, in process 0.
+        val_loss: Last loss on the held-out text; None without an evaluation.
+        bits_per_byte: The same in bits for a byte of that text.
+        gradient_error: Error of the gradient check; None without a check.
+        speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
+            without an update.
+        interrupted: Whether a signal ended the session before the run's last step.
+    """
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    bits_per_byte: float | None
+    gradient_error: float | None
+    speed: Speed | None
+    interrupted: bool
+
+
+class Run(NamedTuple):
+    """The settings, the model, the devices and the data of a run."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    layout: Layout
+    text: Text
+    work: Any
+
+
+def save_weights(run: Run, state: TrainState, out_dir: Path):
+    """Write the model in the layout of published weights, with its tokenizer; all processes call.
+
+    Tuned weights have the dtype of their folder.
+    """
+    config, model, dtype = run.config, run.model, run.model.param_dtype
+    source = Path(config.data or "") if run.text.prepared else None
+    names = (TOKENIZER, END)
+    if config.init_from:
+        source, names = checkpoint.weights_folder(Path(config.init_from)), COPIED
+        dtype = checkpoint.embedding_dtype(model, checkpoint.open_folder(source)[1])
+
+    @functools.partial(jax.jit, out_shardings=run.layout.sharding())
+    def whole(x):
+        return x.astype(dtype)
+
+    # One array after the other, because no device need hold them all.
+    params = jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), state.params)
+    if not is_writer():
+        return
+    folder, new = out_dir / "weights", out_dir / ".weights.new"
+    shutil.rmtree(new, ignore_errors=True)
+    checkpoint.write(new, model, params, max_file_bytes=5 * 10**9)
+    for name in names if source else ():
+        # A link may lead to a file that is not for publishing.
+        if (source / name).is_symlink():
+            warn(f"the weights have no {name}, because {source / name} is a symbolic link")
+        elif (source / name).is_file():
+            shutil.copy(source / name, new)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+    say("weights", f"of step {int(state.step)} are in {folder}, in {dtype}")
+
+
+def train(config: TrainConfig) -> Result:
+    """Train a model; resume or report a run in `config.out_dir`.
+
+    Args:
+        config: The settings. A `dtype` of None is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+        UserError: The settings do not fit together, or to the text, the machine or the folder; or
+            the gradients are wrong; or the loss is no longer a number.
+    """
+    if config.dtype is None:
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        config = dataclasses.replace(config, dtype=dtype)
+    text = load_text(config)
+    # Products with a multiple of 64 are faster.
+    model = model_config(config, vocab_size=-(-text.vocab_size // 64) * 64)
+    check_tokens(config, text, model.vocab_size)
+    layout, device = make_layout(config, model), jax.local_devices()[0]
+    # Text and run folders may have other names on another machine.
+    paths = {"data": None, "out_dir": None, "init_from": None}
+    processes.check_same({**dataclasses.asdict(config), **paths, "text": text.sha256})
+    init_state, _, _ = make_steps(config, model, layout)
+    shapes = jax.eval_shape(init_state).params
+    check_memory(config, shapes, layout.mesh.shape, device)
+    kind, count = device.device_kind, layout.mesh.size
+    work = work_of(model, config.context, shapes, config.batch_size, kind, count)
+    run = Run(config, model, layout, text, work)
+    describe(config, model, layout, work, text, shapes)
+
+    with RunFolder(config, text.sha256) as folder:
+        error = speed = None
+        finished = folder.last_step == config.steps
+        if config.gradient_check and not finished:
+            error = check_gradients(config, model, text, layout)
+
+        def begin(read=first_params):
+            return init_state(read(config, model, layout))
+
+        state = folder.resume(begin, layout.shardings)
+        if finished:
+            say(
+                "finished",
+                f"{config.out_dir} holds this run with all its {config.steps} steps: nothing to "
+                "train (another --out-dir begins anew)",
+            )
+        else:
+            if folder.last_step:
+                say("resuming", f"after step {folder.last_step}, from {config.out_dir}")
+            with processes.stop_signals() as stopped:
+                state, speed = run_steps(run, folder, state, stopped)
+        folder.plot()
+        save_weights(run, state, folder.path)
+        lines = folder.metrics
+        looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
+        return Result(
+            step=int(state.step),
+            loss=lines[-1]["loss"] if lines else None,
+            val_loss=looks[-1] if looks else None,
+            bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
+            gradient_error=error,
+            speed=speed,
+            interrupted=int(state.step) < config.steps,
+        )
