@@ -6,7 +6,7 @@ from types import ModuleType
 from pallas_flash._jax import device
 from pallas_flash._problem.features import CallFeatures, features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import KERNELS, TileSizes
+from pallas_flash._problem.tile_sizes import KERNELS, TileSizes, serving
 
 
 def tiles_of_call(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
@@ -30,7 +30,7 @@ def completed(
     tiles = backend(implementation)
     if asked is None or not asked.given:
         return tiles.default(problem, f, kernels)
-    asked = asked.serving(f.few_queries)
+    asked = serving(asked, f.few_queries)
     for kernel, tile in asked.given.items():
         tiles.check(kernel, tile, problem, f)
     missing = [kernel for kernel in kernels if kernel not in asked.given]

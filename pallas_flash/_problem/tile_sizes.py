@@ -269,12 +269,6 @@ class TileSizes:
         tiles = (self.given[kernel] for kernel in OF_PASS[attention_pass] if kernel in self.given)
         return next(map(backend_of, tiles), "")
 
-    def serving(self, few: bool) -> "TileSizes":
-        """Return these without the tile of the forward kernel that does not serve the call."""
-        if self.decode is None:
-            return self
-        return dataclasses.replace(self, **{"forward" if few else "decode": None})
-
     def filled_from(self, default: "TileSizes") -> "TileSizes":
         """Return these, with tiles that are None from `default`."""
         forward = default if self.forward is None and self.decode is None else self
@@ -288,6 +282,13 @@ class TileSizes:
             dq=self.dq or default.dq,
             backward=self.backward or default.backward,
         )
+
+
+def serving(sizes: TileSizes, few: bool) -> TileSizes:
+    """Return tiles without the one of the forward kernel that does not serve the call."""
+    if sizes.decode is None:
+        return sizes
+    return dataclasses.replace(sizes, **{"forward" if few else "decode": None})
 
 
 def describe(tile) -> str:

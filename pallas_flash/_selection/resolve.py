@@ -23,7 +23,7 @@ from pallas_flash._problem import configurations, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, describe
+from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, describe, serving
 from pallas_flash._selection import tuned
 from pallas_flash._selection.preferences import Measured, faster_by_mosaic
 
@@ -186,7 +186,7 @@ class _Call:
         self.features = None
         if not problem.symbolic:
             self.features = features_of(problem, capability=self.target.capability)
-            self.given = self.given.serving(self.features.few_queries)
+            self.given = serving(self.given, self.features.few_queries)
             if self.target.nvidia and self.target.here:
                 gpu = self.target.description
                 self.tuned = tuned.lookup(self.features, gpu, self._check) or NO_TILES
