@@ -204,6 +204,35 @@ class BlockLeaf(Scattered):
             q, k = q + self.first[0], k + self.first[1]
         return self.some[b, h, q // self.block_q, k // self.block_kv]
 
+    def meets(self, start, stop, others: int):
+        """Return whether a position meets a True block in its run of the other side's positions.
+
+        That is exact for a leaf without a mask of its own.
+
+        Args:
+            start: the first of the run, int32 [1 or B, positions].
+            stop: the one after the last.
+            others: the axis of the other side in [B, N, T, S].
+
+        Returns:
+            Bool [1 or B, 1 or N, positions].
+        """
+        sizes, first = (self.block_q, self.block_kv), (0, 0) if self.first is None else self.first
+        own, other = 3 - others, others - 2
+        block = (jnp.arange(start.shape[1]) + first[own]) // sizes[own]
+        # The True blocks before each block of the other side, on the last axis.
+        table = jnp.swapaxes(_not_folded(self.some), others, 3).astype(jnp.int32)
+        before = jnp.pad(jnp.cumsum(table, axis=3), ((0, 0), (0, 0), (0, 0), (1, 0)))
+        b, h = (
+            jnp.arange(n).reshape(-1, *[1] * axes)
+            for n, axes in zip(table.shape, (2, 1), strict=False)
+        )
+
+        def count(position):
+            return before[b, h, block, ((position + first[other]) // sizes[other])[:, None]]
+
+        return (count(stop - 1 + sizes[other]) > count(start)) & (start < stop)[:, None]
+
     def restrict(self, part):
         sides = (part.q, self.block_q, 2), (part.kv, self.block_kv, 3)
         first, tables = [], {"some": self.some, "every": self.every}
@@ -236,11 +265,18 @@ class BlockLeaf(Scattered):
         columns = overlapped(kv_tiles, self.block_kv, first_k)
 
         def count(table):
-            """Count the True blocks that each tile overlaps, by sums up to its corners."""
-            table = _not_folded(table).astype(jnp.int32)
-            total = jnp.cumsum(jnp.cumsum(table, axis=2), axis=3)
-            total = jnp.pad(total, ((0, 0), (0, 0), (1, 0), (1, 0)))
-            for axis, (start, stop) in ((2, rows), (3, columns)):
+            """Count the True blocks that each tile overlaps, on one axis after the other."""
+            total = _not_folded(table).astype(jnp.int32)
+            for axis, (start, stop), tiles, block in (
+                (2, rows, q_tiles, self.block_q),
+                (3, columns, kv_tiles, self.block_kv),
+            ):
+                if self.first is None and block % tiles.block == 0:
+                    # Each tile is in one block.
+                    total = total if block == tiles.block else jnp.take(total, start, axis)
+                    continue
+                pad = [(int(a == axis), 0) for a in range(4)]
+                total = jnp.pad(jnp.cumsum(total, axis), pad)
                 total = jnp.take(total, stop, axis) - jnp.take(total, start, axis)
             return total
 

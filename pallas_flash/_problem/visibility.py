@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.mask_leaves import BlockLeaf
 from pallas_flash._problem.masks import FAR, Mask
 
 # Pairs for which a mask is evaluated at a time, where only a look at all pairs decides: 32 MB.
@@ -29,25 +30,32 @@ def visible_keys(mask: Mask, shape: tuple[int, int, int, int], positions=None):
     Returns:
         None if every key is known to be visible.
     """
-    return _not_empty(mask, shape, mask.q_ranges, 2, positions)
+    return _not_empty(mask, shape, 2, positions)
 
 
 def rows_with_keys(mask: Mask, shape: tuple[int, int, int, int]):
     """Return which queries see any key, bool [1 or B, 1 or N, T]; None if all are known to."""
-    return _not_empty(mask, shape, mask.kv_ranges, 3)
+    return _not_empty(mask, shape, 3)
 
 
-def _not_empty(mask: Mask, shape, ranges, others: int, positions=None):
+def _not_empty(mask: Mask, shape, others: int, positions=None):
     *_, q_len, kv_len = shape
     if mask.sees_diagonal and q_len == kv_len:
         return None
-    if all(leaf.exact_ranges for leaf in mask.leaves):
-        bounds = ranges(Tiling(q_len, 1), Tiling(kv_len, 1))
-        some = (bounds[..., 0] < bounds[..., 3])[:, None]
-        if isinstance(some, np.ndarray) and some.all():
-            return None
-        return some if positions is None else jnp.asarray(some)[:, :, positions]
-    return _evaluate_pairs(mask, shape, others, positions)
+    rest, tables = [], []
+    for leaf in mask.leaves:
+        is_table = isinstance(leaf, BlockLeaf) and leaf.mask is None
+        (tables if is_table else rest).append(leaf)
+    if len(tables) > 1 or not all(leaf.exact_ranges for leaf in rest):
+        return _evaluate_pairs(mask, shape, others, positions)
+    rest = Mask(tuple(rest))
+    ranges = rest.q_ranges if others == 2 else rest.kv_ranges
+    bounds = ranges(Tiling(q_len, 1), Tiling(kv_len, 1))
+    start, stop = bounds[..., 0], bounds[..., 3]
+    some = tables[0].meets(start, stop, others) if tables else (start < stop)[:, None]
+    if isinstance(some, np.ndarray) and some.all():
+        return None
+    return some if positions is None else jnp.asarray(some)[:, :, positions]
 
 
 def _evaluate_pairs(mask: Mask, shape, others: int, positions=None):

@@ -14,7 +14,7 @@ from support.block_classes import assert_classes, of_pairs, of_ranges
 import pallas_flash
 from pallas_flash._arguments.attention import mask_of
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_leaves import MaskArray
+from pallas_flash._problem.mask_leaves import BlockLeaf, MaskArray
 from pallas_flash._problem.mask_objects import Call, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
@@ -202,6 +202,22 @@ def test_block_classes_are_exact(make, q, kv):
         got = in_one_program("block_classes", fit(mask, q, kv).leaves[0], q, kv)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.broadcast_to(x, y.shape), y)
+
+
+@over_tilings
+@pytest.mark.parametrize("first", [(0, 0), (1, 0), (0, 3)])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_block_classes_of_tiles_that_divide_blocks(scale, first, q, kv):
+    """They lie in one block each, but in a part that begins inside of a block."""
+    sizes = [scale * tiles.block for tiles in (q, kv)]
+    ends = [-(-(x.length + n) // size) for x, n, size in zip((q, kv), first, sizes, strict=True)]
+    table = random().random((1, HEADS, *ends)) < 0.6
+    part = None if first == (0, 0) else int32(first)
+    leaf = BlockLeaf(jnp.asarray(table), *sizes, first=part)
+    pairs = table.repeat(sizes[0], 2).repeat(sizes[1], 3)[:, :, first[0] :, first[1] :]
+    want = of_pairs(pairs[:, :, : q.length, : kv.length], q, kv)
+    for x, y in zip(in_one_program("block_classes", leaf, q, kv), want, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def listed_as_classes(lists, count):

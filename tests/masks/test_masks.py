@@ -13,7 +13,7 @@ from support.block_classes import assert_classes, of_pairs, of_ranges
 
 from pallas_flash._problem import visibility
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.mask_leaves import MaskArray, PredicateLeaf
+from pallas_flash._problem.mask_leaves import BlockLeaf, MaskArray, PredicateLeaf
 from pallas_flash._problem.masks import ArrayLengths, Band, Lengths, Mask, PositionBand, SegmentLeaf
 from pallas_flash._problem.operands import Pairs, Positions
 from pallas_flash._problem.traversal import Sparsity, in_tile, visit
@@ -519,6 +519,29 @@ HIDDEN = {
     "one for all": (lambda random: [MaskArray(Pairs(jnp.zeros((1, 1, 1, 1), bool)))], (1, 1)),
     "array of queries, band": (
         lambda random: [MaskArray(Pairs(some(random, 1, 1, T, 1))), Band(None, -4)],
+        (1, 1),
+    ),
+    "blocks": (lambda random: [BlockLeaf(some(random, B, N, 8, 7), 3, 5)], (B, N)),
+    "blocks, bands and lengths": (
+        lambda random: [
+            Band(-9, 0, jnp.array([3, 0, 7])),
+            BlockLeaf(some(random, 1, N, 6, 4), 4, 9),
+            Lengths(jnp.array([20, 5, 0]), None),
+        ],
+        (B, N),
+    ),
+    "blocks of a part": (
+        lambda random: [
+            Band(None, 4),
+            BlockLeaf(some(random, 1, 1, 5, 4), 6, 12, first=jnp.array([5, 7], jnp.int32)),
+        ],
+        (1, 1),
+    ),
+    "two tables": (
+        lambda random: [
+            BlockLeaf(some(random, 1, 1, T, S), 1, 1),
+            BlockLeaf(~some(random, 1, 1, 2, 4), 12, 8),
+        ],
         (1, 1),
     ),
     "predicate": (
