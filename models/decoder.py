@@ -352,9 +352,11 @@ class Decoder(nnx.Module):
 
         if self.config.remat and not decode:
             through = nnx.remat(through, policy=pallas_flash.save_residuals)
+        # Activations of decoding follow the parameters.
+        lay = self.layout.stream if self.layout is not None and not decode else lambda x: x
+        x = lay(x)
         for layer in self.layers:
-            # Activations of decoding follow the parameters.
-            x = through(layer, x if self.layout is None or decode else self.layout.stream(x))
+            x = lay(through(layer, x))
         return self.norm(x)
 
     def _cache(self) -> KVCache:

@@ -133,15 +133,16 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
     """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
 
-    Optax sums each array with two kernels. Here one kernel adds up all arrays of one shape, so that
-    the layers share it.
+    Optax sums each array with two kernels. Here one kernel adds up an array of all layers. Arrays of
+    one shape and different names are not added, because the mesh may divide them differently.
     """
 
     def update(gradient, state, params=None):
         del params
         alike = collections.defaultdict(list)
-        for x in jax.tree.leaves(gradient):
-            alike[x.shape].append(jnp.square(x))
+        for path, x in jax.tree.leaves_with_path(gradient):
+            names = [str(key) for key in path if not isinstance(getattr(key, "key", None), int)]
+            alike[(*names, x.shape)].append(jnp.square(x))
         norm = jnp.sqrt(sum(jnp.sum(sum(squares)) for squares in alike.values()))
         factor = jnp.minimum(1.0, largest / norm)
         return jax.tree.map(lambda x: x * factor, gradient), state
