@@ -134,7 +134,7 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
     """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
 
     Optax sums each array with two kernels. Here one kernel adds up an array of all layers. Arrays
-    of one shape and different names are not added: the mesh may divide them differently.
+    of one shape and different names are not added, because a mesh may divide them differently.
     """
 
     def update(gradient, state, params=None):

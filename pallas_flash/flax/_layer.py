@@ -155,6 +155,7 @@ class SelfAttention(nnx.Module):
         num_kv_heads, head_dim = _head_sizes(
             features, num_heads, num_kv_heads, head_dim, rope_theta, rope
         )
+        _check_rope(rope_theta, rope)
         self.features = features
         self.kv_shape = num_kv_heads, head_dim
         self.dtype, self.param_dtype = dtype, param_dtype
@@ -495,6 +496,15 @@ class SelfAttention(nnx.Module):
         if isinstance(rngs, nnx.Rngs):
             rngs = rngs.dropout
         return rngs() if isinstance(rngs, nnx.RngStream) else rngs
+
+
+def _check_rope(rope_theta: float | None, rope) -> None:
+    """Raise if a layer has two rules of rotary positions."""
+    if None not in (rope, rope_theta):
+        raise ValueError(
+            "`rope_theta` must be None with `rope`, which has a base of its own; got "
+            f"{rope_theta}. Pass one of the two."
+        )
 
 
 def _head_sizes(
