@@ -153,7 +153,7 @@ class SelfAttention(nnx.Module):
         keep_rngs: bool = True,
     ):
         num_kv_heads, head_dim = _head_sizes(
-            features, num_heads, num_kv_heads, head_dim, rope_theta, rope
+            features, num_heads, num_kv_heads, head_dim, rope_theta
         )
         _check_rope(rope_theta, rope)
         self.features = features
@@ -513,7 +513,6 @@ def _head_sizes(
     num_kv_heads: int | None,
     head_dim: int | None,
     rope_theta: float | None,
-    rope: Callable[..., Array] | None,
 ) -> tuple[int, int]:
     """Return the number of key/value heads and the head dim of a layer."""
     if num_kv_heads is None:
@@ -537,11 +536,6 @@ def _head_sizes(
         head_dim = features // num_heads
     if head_dim < 1:
         raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
-    if rope_theta is not None and rope is not None:
-        raise ValueError(
-            "`rope_theta` must be None with `rope`, which has a base of its own; got "
-            f"{rope_theta}. Pass one of the two."
-        )
     if rope_theta is not None and rope_theta <= 0:
         raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
     if rope_theta is not None and head_dim % 2:
