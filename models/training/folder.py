@@ -121,14 +121,18 @@ class RunFolder:
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock(self.path / LOCK))
             folders = [p for p in self._checkpoints.glob("*") if p.name.isdecimal()]
-            for folder in [p for p in folders if not (p / CHECKSUMS).exists()]:
-                # A process was killed before they were written.
-                shutil.rmtree(folder)
-                folders.remove(folder)
+            folders.sort(key=lambda p: int(p.name))
+            whole = [p for p in folders if (p / CHECKSUMS).exists()]
+            for folder in [p for p in folders if p not in whole]:
+                if folder is folders[-1] and whole:
+                    # A process was killed before it wrote them, and the same steps come again.
+                    shutil.rmtree(folder)
+                else:
+                    self._put_aside(folder, "unfinished", f"has no {CHECKSUMS}")
             last_step = 0
-            if folders:
+            if whole:
                 self._refuse_other_settings()
-                last_step = self._newest(sorted(folders, key=lambda p: int(p.name)))
+                last_step = self._newest(whole)
             write_file(self.path / RUN, json.dumps(self._settings, indent=2) + "\n")
             self._read_metrics(last_step)
             self._exit = stack.pop_all()
@@ -146,13 +150,16 @@ class RunFolder:
                 f"where every one is damaged: {reasons}: pass another --out-dir."
             )
         for path, damage in damaged.items():
-            name = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
-            path.rename(name)
-            warn(
-                f"the checkpoint of step {path.name} is damaged ({damage}) and was skipped; it is "
-                f"{str(name)!r} now, and you may delete it."
-            )
+            self._put_aside(path, "damaged", f"is damaged ({damage})")
         return int(folders[-1].name)
+
+    def _put_aside(self, checkpoint: Path, mark: str, why: str):
+        name = checkpoint.with_name(f"{checkpoint.name}.{mark}-{time.strftime('%Y%m%dT%H%M%S')}")
+        checkpoint.rename(name)
+        warn(
+            f"the checkpoint of step {checkpoint.name} {why} and was skipped; it is {str(name)!r} "
+            "now, and you may delete it."
+        )
 
     def _read_metrics(self, last_step: int):
         """Read the lines up to a step; the file then has no others."""

@@ -48,7 +48,7 @@ MEMBERS = {
     "tuning.Mosaic": "backward decode dkv dq forward",
     "tuning.Tile": "block_kv block_q num_stages num_warps",
     "tuning.TileSizes": """
-        backward computed_by decode dk dkv dq dv filled_from for_backend forward select serving tile
+        backward computed_by decode dk dkv dq dv filled_from for_backend forward given select tile
     """,
     "tuning.Trial": "failure kernel ms tile",
     "tuning.Triton": "decode dk dkv dq dv forward",

@@ -167,6 +167,19 @@ def test_all_checkpoints_damaged_is_refused(run, config):
     assert tree(run) == before
 
 
+def test_checkpoints_without_checksums_are_put_aside(run, config, capsys):
+    """One may be what a kill left, if it is the newest of several; nothing else is deleted."""
+    (run / "checkpoints" / "6" / "checksums.json").unlink()
+    with RunFolder(config, "text") as opened:
+        assert opened.last_step == 8
+    assert "the checkpoint of step 6 has no checksums.json" in capsys.readouterr().err
+    (run / "checkpoints" / "8" / "checksums.json").unlink()
+    with RunFolder(config, "text") as opened:
+        assert opened.last_step == 0
+    names = sorted(p.name.partition("-")[0] for p in (run / "checkpoints").iterdir())
+    assert names == ["6.unfinished", "8.unfinished"]
+
+
 def test_checkpoint_orbax_cannot_read(run, config):
     with RunFolder(config, "text") as opened, pytest.raises(UserError, match="version of orbax"):
         opened.resume(lambda: {"other": jnp.zeros(3)}, lambda shapes: {"other": None})
