@@ -20,15 +20,15 @@ from support import cases, jaxprs, oracle
 from support.repository import assert_none
 
 import pallas_flash
-from scripts.bench_attention import main
-from scripts.benchmark import peers, programs, recording, report, shapes, timers
-from scripts.benchmark import run as runs
-from scripts.benchmark.peers import PEERS, Attend, Peer, Unserved
-from scripts.benchmark.programs import JaxProgram
-from scripts.benchmark.results import problem
-from scripts.benchmark.run import Bench
-from scripts.benchmark.shapes import OPTIONS, Shape
-from scripts.benchmark.timers import Clocks, Timing
+from scripts.benchmarks import peers, programs, recording, report, shapes, timers
+from scripts.benchmarks import run as runs
+from scripts.benchmarks.bench_attention import main
+from scripts.benchmarks.peers import PEERS, Attend, Peer, Unserved
+from scripts.benchmarks.programs import JaxProgram
+from scripts.benchmarks.results import problem
+from scripts.benchmarks.run import Bench
+from scripts.benchmarks.shapes import OPTIONS, Shape
+from scripts.benchmarks.timers import Clocks, Timing
 
 TINY = Shape("tiny causal", 1, 32, 32, 2, 1, 8, causal=True, dtype="float32")
 SHAPES = {
@@ -509,7 +509,7 @@ SERVED = {
 @pytest.mark.parametrize("peer", SERVED)
 def test_a_peer_refuses_what_it_does_not_compute(monkeypatch, peer):
     monkeypatch.setitem(sys.modules, "jax_triton", types.ModuleType("jax_triton"))
-    monkeypatch.setitem(sys.modules, "scripts.benchmark.triton_kernel", types.ModuleType("kernel"))
+    monkeypatch.setitem(sys.modules, "scripts.benchmarks.triton_kernel", types.ModuleType("kernel"))
     refused = {}
     for shape in shapes.SHAPES.values():
         lacking = [name for name in shape.features if name not in SERVED[peer]]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.bench_attention import main
+from scripts.benchmarks.bench_attention import main
 
 
 def a_record(case, S, peer, tflops=None, ratio=None, direction="forward", T=None, ms=1.0, **more):

@@ -14,8 +14,8 @@ import pytest
 from support import children
 from support.repository import assert_none
 
-from scripts import bench_attention, inspect_kernels
-from scripts.benchmark import run
+from scripts.benchmarks import bench_attention, run
+from scripts.maintenance import inspect_kernels
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEASURED = json.dumps(
@@ -217,7 +217,7 @@ def test_closed_pipe_ends_quietly():
     read, write = os.pipe()
     os.close(read)
     done = children.run(
-        [sys.executable, ROOT / "scripts" / "bench_attention.py", "--list"],
+        [sys.executable, ROOT / "scripts" / "benchmarks" / "bench_attention.py", "--list"],
         stdout=write,
         stderr=children.PIPE,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},

@@ -5,9 +5,9 @@ import sys
 import pytest
 from support import cases, children
 
-from scripts import deliberate_faults
-from scripts.deliberate_faults import Fault, Outcome, Tree, UserError
-from scripts.faults import listed, mutation, records
+from scripts.maintenance import deliberate_faults
+from scripts.maintenance.deliberate_faults import Fault, Outcome, Tree, UserError
+from scripts.maintenance.faults import listed, mutation, records
 
 
 def test_the_list_is_short_and_has_the_form():

@@ -1,7 +1,6 @@
 """The command that measures errors against float64."""
 
-from scripts import measure_accuracy
-from scripts.benchmark import results
+from scripts.benchmarks import measure_accuracy, results
 
 
 def test_lines_are_results(tmp_path, monkeypatch):

@@ -5,13 +5,13 @@ import statistics
 import pytest
 from support.repository import assert_none
 
-from scripts import make_tables
-from scripts.benchmark import choice, results
+from scripts.benchmarks import choice, results
 from scripts.command import UserError
+from scripts.maintenance import make_tables
 
 
 def test_documents_agree_with_results():
-    """After a measurement or an edit: python scripts/make_tables.py."""
+    """After a measurement or an edit: python scripts/maintenance/make_tables.py."""
     stale = *make_tables.stale(), *make_tables.stale_figures()
     changed = [str(path.relative_to(make_tables.ROOT)) for path, _ in stale]
     assert not changed

@@ -16,8 +16,7 @@ from support import children
 from support.repository import ROOT
 
 import pallas_flash
-from scripts import bench_scaling
-from scripts.benchmark import results
+from scripts.benchmarks import bench_scaling, results
 
 PAGE = ROOT / "docs" / "scaling.md"
 
@@ -173,7 +172,7 @@ def test_training_page_has_measured_times():
 
 
 # ------------------------------------------------------------------------------------------------
-# scripts/bench_scaling.py
+# scripts/benchmarks/bench_scaling.py
 # ------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +208,13 @@ def test_benchmark_prints_times_and_shares():
 def test_benchmark_times_every_method(tmp_path):
     flags = "--tokens 32 --heads 2 --kv-heads 2 --head-dim 16 --dtype float32 --masks causal"
     flags += " --patience 0"
-    command = [sys.executable, "scripts/bench_scaling.py", *flags.split(), "--json", "lines"]
+    command = [
+        sys.executable,
+        "scripts/benchmarks/bench_scaling.py",
+        *flags.split(),
+        "--json",
+        "lines",
+    ]
     command[1] = str(ROOT / command[1])
     env = environment(2, ROOT)
     run = children.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True)

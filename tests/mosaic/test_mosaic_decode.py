@@ -25,7 +25,7 @@ from pallas_flash._backends.mosaic.decode_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import FEW_QUERIES, features_of
 from pallas_flash._problem.traversal import edges_first
-from scripts.inspection import gpu_compiler
+from scripts.maintenance.inspection import gpu_compiler
 
 
 def with_few(case, T=3, **sizes):

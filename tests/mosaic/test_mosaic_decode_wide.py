@@ -13,7 +13,7 @@ from support.mosaic_cases import LONG, checked, fixed, forward_of, run_forward
 
 from pallas_flash import attention
 from pallas_flash._backends.mosaic import decode_wide
-from scripts.inspection import gpu_compiler
+from scripts.maintenance.inspection import gpu_compiler
 
 DECODED = dataclasses.replace(LONG, B=2, T=1, S=1024, N=6, K=2, H=320, V=264)
 OPTIONS = {

@@ -14,8 +14,8 @@ from support.mosaic_cases import NO_FLAGS, checked, run_backward, run_forward
 
 from pallas_flash._backends.mosaic import backward_dbias, backward_splits, scheduler
 from pallas_flash._problem.scores import LogSum
-from scripts.inspection import gpu_compiler
-from scripts.inspection.calls import inspect_attention
+from scripts.maintenance.inspection import gpu_compiler
+from scripts.maintenance.inspection.calls import inspect_attention
 
 pytestmark = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here"

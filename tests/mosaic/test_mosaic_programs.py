@@ -36,8 +36,8 @@ from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
 from pallas_flash.masks import BlockMask, Predicate
 from pallas_flash.tuning import ForwardTile, TileSizes
-from scripts import make_tables
-from scripts.benchmark import results
+from scripts.benchmarks import results
+from scripts.maintenance import make_tables
 
 
 @in_order

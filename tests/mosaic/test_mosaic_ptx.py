@@ -11,7 +11,7 @@ from support import ptx_threads
 
 from pallas_flash._jax import compat
 from pallas_flash._problem.dropout import Dropout
-from scripts.inspection import gpu_compiler
+from scripts.maintenance.inspection import gpu_compiler
 
 if not compat.has_mosaic_gpu():
     pytest.skip("JAX is too old; test_select_hopper has what is said then", allow_module_level=True)

@@ -30,7 +30,7 @@ from pallas_flash._backends.mosaic import common, forward_common, forward_wide, 
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import features_of
 from pallas_flash.tuning import ForwardTile, TileSizes
-from scripts.inspection import gpu_compiler
+from scripts.maintenance.inspection import gpu_compiler
 
 
 def wide(case, head_dim, value_dim=None, **sizes):

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_flash
-from scripts.inspection import gpu_compiler
-from scripts.inspection.kernels import compile_kernels
+from scripts.maintenance.inspection import gpu_compiler
+from scripts.maintenance.inspection.kernels import compile_kernels
 
 pytestmark = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"

@@ -10,7 +10,7 @@ import types
 import pytest
 from support import cases, children, selection
 
-from scripts.faults.listed import Fault
+from scripts.maintenance.faults.listed import Fault
 
 
 class Item:

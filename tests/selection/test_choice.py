@@ -7,8 +7,8 @@ import pytest
 
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
 from pallas_flash._selection.preferences import RULES, Measured, Rule, faster_by_mosaic, rule_of
-from scripts import make_tables
-from scripts.benchmark import choice
+from scripts.benchmarks import choice
+from scripts.maintenance import make_tables
 
 # The cost that a choice may have, as a part of the other implementation's time.
 ALLOWED = 0.05

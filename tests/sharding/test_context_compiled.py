@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import attention
-from scripts.inspection import gpu_compiler
+from scripts.maintenance.inspection import gpu_compiler
 
 # That compiler is the extra `inspect`: .ci/run installs it for one JAX and runs this file there.
 pytestmark = pytest.mark.skipif(

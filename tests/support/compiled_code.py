@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from scripts.inspection.kernels import compile_kernels
+from scripts.maintenance.inspection.kernels import compile_kernels
 
 
 def machine_code_of(function, *shapes):

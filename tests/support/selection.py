@@ -228,7 +228,7 @@ def touched(files, faults=None):
     """
     if files is None:
         return ["tests/"]
-    from scripts.faults import listed
+    from scripts.maintenance.faults import listed
 
     faults = listed.read() if faults is None else faults
     needed = set()

@@ -2,7 +2,7 @@
 
 Machine code says nothing about time. But a kernel that spills, loses Hopper's matrix instructions
 or issues more instructions per element is slower, and each of these has happened after harmless
-changes. `scripts/inspect_kernels.py` prints the numbers that these tests check.
+changes. `scripts/maintenance/inspect_kernels.py` prints the numbers that these tests check.
 """
 
 import functools
@@ -20,9 +20,9 @@ from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat
 from pallas_flash._problem.scores import LogSum
 from pallas_flash.tuning import Tile, TileSizes
-from scripts.inspection import gpu_compiler, machine_code
-from scripts.inspection.calls import FEATURES, PASSES, inspect_attention
-from scripts.inspection.kernels import array, compile_kernels, peak_memory
+from scripts.maintenance.inspection import gpu_compiler, machine_code
+from scripts.maintenance.inspection.calls import FEATURES, PASSES, inspect_attention
+from scripts.maintenance.inspection.kernels import array, compile_kernels, peak_memory
 
 needs_compiler = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "everything is here"

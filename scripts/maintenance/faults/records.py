@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scripts.command import UserError
-from scripts.faults.listed import ROOT, Fault
-from scripts.faults.trees import CAUGHT, Outcome
+from scripts.maintenance.faults.listed import ROOT, Fault
+from scripts.maintenance.faults.trees import CAUGHT, Outcome
 
 GATE = ROOT / ".ci" / "gate-items.txt"
 HEADER = """\
 # The tests that `pytest` runs by default: the cheap ones, those that see deliberate faults, and one
-# of each other file. .ci/nightly makes this list by `scripts/deliberate_faults.py --choose`.
+# of each other file. .ci/nightly makes this list by `deliberate_faults.py --choose`.
 """
 # A test of fewer seconds is chosen whatever it sees. Half of the tests are so cheap, and take a
 # hundredth of the time of all.

@@ -1,7 +1,7 @@
 """Measures errors of outputs and gradients in 16 bits: docs/accuracy.md and docs/key-bias.md.
 
-    python scripts/measure_accuracy.py --json results.jsonl
-    python scripts/measure_accuracy.py --length 256 --head-dims 64 --cases causal sinks
+    python scripts/benchmarks/measure_accuracy.py --json results.jsonl
+    python scripts/benchmarks/measure_accuracy.py --length 256 --head-dims 64 --cases causal sinks
 
 An error is the root mean square of the difference to float64, relative to the root mean square of
 the exact result. "dense" rounds the weights and the output to 16 bits, and nothing else by itself.
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_flash
-from scripts.benchmark.recording import add_flags, recording
+from scripts.benchmarks.recording import add_flags, recording
 from scripts.command import Parser, command, parse_size
 
 HEADS, GROUPED, BIASES = 4, 2, (0, 2, 10, 50, 200)

@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from scripts.benchmark.overview import (
+from scripts.benchmarks.overview import (
     COLORS,
     HEAD_DIMS,
     LIBRARIES,
@@ -14,7 +14,7 @@ from scripts.benchmark.overview import (
     Record,
     comparable,
 )
-from scripts.benchmark.shapes import short
+from scripts.benchmarks.shapes import short
 
 Curve = dict[int, float]
 

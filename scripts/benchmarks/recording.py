@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 import jax
 
-from scripts.benchmark.report import load
-from scripts.benchmark.results import dump
-from scripts.benchmark.timers import gpu_id
+from scripts.benchmarks.report import load
+from scripts.benchmarks.results import dump
+from scripts.benchmarks.timers import gpu_id
 from scripts.command import UserError, parse_path, why
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "jax-triton")

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from scripts.faults.listed import ROOT, Fault, paths
+from scripts.maintenance.faults.listed import ROOT, Fault, paths
 
 EXTENDED = "-m", "extended or not extended"
 ARGUMENTS = "-q", "-p", "no:cacheprovider"

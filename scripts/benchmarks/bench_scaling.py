@@ -1,8 +1,8 @@
 """Times attention on a sequence that devices divide, and on one device with the whole sequence.
 
-    python scripts/bench_scaling.py --tokens 65536 --heads 32 --kv-heads 8
-    python scripts/bench_scaling.py --json results.jsonl
-    python scripts/bench_scaling.py --tokens 1048576 --masks causal --only-shared --patience 3
+    python scripts/benchmarks/bench_scaling.py --tokens 65536 --heads 32 --kv-heads 8
+    python scripts/benchmarks/bench_scaling.py --json results.jsonl
+    python scripts/benchmarks/bench_scaling.py --tokens 1048576 --only-shared --patience 3
 
 It times each mask and method of context parallelism: the forward, and forward and backward
 together, by the host's clock. A time is the median of several calls after two warm-up calls, or
@@ -28,10 +28,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_flash
-from scripts.benchmark.programs import ALLOWED, errors, is_red
-from scripts.benchmark.recording import add_flags, recording
-from scripts.benchmark.run import spread
-from scripts.benchmark.shapes import short
+from scripts.benchmarks.programs import ALLOWED, errors, is_red
+from scripts.benchmarks.recording import add_flags, recording
+from scripts.benchmarks.run import spread
+from scripts.benchmarks.shapes import short
 from scripts.command import Parser, UserError, command, parse_size
 
 # Values of `context_parallelism`, with tokens in order or in `balanced_order`.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scripts.benchmark import report, results
-from scripts.benchmark.results import RESULTS, time
+from scripts.benchmarks import report, results
+from scripts.benchmarks.results import RESULTS, time
 
 HEAD_DIMS = (64, 128, 256)
 # Keys of all heads whose tiles of 128 fill at most half of an H200's SMs.

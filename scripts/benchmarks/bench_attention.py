@@ -1,11 +1,11 @@
 """Times `pallas_flash.attention` beside the other attentions installed, after checking them all.
 
-    python scripts/bench_attention.py --length 4096 --heads 32 --kv-heads 8 --causal   # your shape
-    python scripts/bench_attention.py --list                   # named shapes, and peers
-    python scripts/bench_attention.py --shapes all --json results.jsonl
-    python scripts/bench_attention.py --shapes 128-causal-16k --peers ours jax_cudnn --sustained 1
-    python scripts/bench_attention.py --table results.jsonl    # Markdown
-    python scripts/bench_attention.py --plot results.jsonl --out-dir docs/results
+    python scripts/benchmarks/bench_attention.py --length 4096 --heads 32 --causal   # your shape
+    python scripts/benchmarks/bench_attention.py --list                # named shapes, and peers
+    python scripts/benchmarks/bench_attention.py --shapes all --json results.jsonl
+    python scripts/benchmarks/bench_attention.py --shapes 128-causal-16k --peers ours --sustained 1
+    python scripts/benchmarks/bench_attention.py --table results.jsonl # Markdown
+    python scripts/benchmarks/bench_attention.py --plot results.jsonl --out-dir docs/results
 
 For each shape and pass, every peer is first compared with our blocked algorithm in IEEE float32 on
 the same inputs, by relative L2 error. A peer with too large an error gets no time. Then the peers
@@ -42,13 +42,13 @@ from typing import Any
 
 import jax
 
-from scripts.benchmark.peers import OURS, PEERS
-from scripts.benchmark.programs import ALLOWED
-from scripts.benchmark.recording import add_flags, recording
-from scripts.benchmark.report import line, load, plot, table
-from scripts.benchmark.run import Bench
-from scripts.benchmark.shapes import DIRECTIONS, FLAGS_OF_OPTIONS, SHAPES, Shape, shape_of
-from scripts.benchmark.timers import Clocks
+from scripts.benchmarks.peers import OURS, PEERS
+from scripts.benchmarks.programs import ALLOWED
+from scripts.benchmarks.recording import add_flags, recording
+from scripts.benchmarks.report import line, load, plot, table
+from scripts.benchmarks.run import Bench
+from scripts.benchmarks.shapes import DIRECTIONS, FLAGS_OF_OPTIONS, SHAPES, Shape, shape_of
+from scripts.benchmarks.timers import Clocks
 from scripts.command import (
     Parser,
     UserError,

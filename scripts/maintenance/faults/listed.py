@@ -1,4 +1,4 @@
-"""The list of faults that are written by hand, `scripts/deliberate_faults.toml`."""
+"""The list of faults that are written by hand, `scripts/maintenance/deliberate_faults.toml`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pathlib
 import tomllib
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).parents[2]
-LIST = ROOT / "scripts" / "deliberate_faults.toml"
+ROOT = pathlib.Path(__file__).parents[3]
+LIST = ROOT / "scripts" / "maintenance" / "deliberate_faults.toml"
 
 
 class Fault(NamedTuple):

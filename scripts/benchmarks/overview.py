@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.benchmark.shapes import short
+from scripts.benchmarks.shapes import short
 
 HEAD_DIMS = (64, 128, 256)
 PASSES = ("forward", "backward")

@@ -7,13 +7,13 @@ they reject bad kernels and keep good ones from getting worse.
 The package's kernels as a table, and the changes since an earlier run:
 
     pip install -e '.[inspect]'
-    python scripts/inspect_kernels.py --head-dims 64 128 --masks full causal --json before.json
-    python scripts/inspect_kernels.py --head-dims 64 128 --masks full causal --against before.json
-    python scripts/inspect_kernels.py --implementation mosaic --masks full causal
+    python scripts/maintenance/inspect_kernels.py --masks full causal --json before.json
+    python scripts/maintenance/inspect_kernels.py --masks full causal --against before.json
+    python scripts/maintenance/inspect_kernels.py --implementation mosaic --masks full causal
 
 Any function that calls Pallas kernels, from the root of the checkout:
 
-    from scripts.inspect_kernels import show
+    from scripts.maintenance.inspect_kernels import show
     show(lambda q, k, v: my_kernel(q, k, v), *["bf16[2,4096,8,128]"] * 3, target="h200")
 
 The columns of the table:
@@ -53,7 +53,7 @@ from typing import Any
 import jax
 
 from scripts.command import Parser, UserError, command, parse_path, parse_size, why
-from scripts.inspection.calls import (
+from scripts.maintenance.inspection.calls import (
     DTYPES,
     FEATURES,
     GROUPS,
@@ -63,8 +63,8 @@ from scripts.inspection.calls import (
     RAGGED,
     inspect_attention,
 )
-from scripts.inspection.gpu_compiler import TARGETS, missing
-from scripts.inspection.kernels import show as show
+from scripts.maintenance.inspection.gpu_compiler import TARGETS, missing
+from scripts.maintenance.inspection.kernels import show as show
 
 
 def _changes(before: dict[str, dict], after: dict[str, dict]) -> Iterator[str]:

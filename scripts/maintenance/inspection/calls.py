@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from scripts.inspection.kernels import Program, array, compile_program
+from scripts.maintenance.inspection.kernels import Program, array, compile_program
 
 PASSES = ("forward", "decode", "delta", "backward", "dkv", "dq", "dbias")
 FORWARD = {"forward", "decode"}

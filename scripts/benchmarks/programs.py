@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts.benchmark.peers import Attend, TorchAttend
-from scripts.benchmark.shapes import Shape
+from scripts.benchmarks.peers import Attend, TorchAttend
+from scripts.benchmarks.shapes import Shape
 
 # The greatest relative L2 error: four units in the last place of the factors.
 ALLOWED = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-8}  # float32: TF32

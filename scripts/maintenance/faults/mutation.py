@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from scripts.faults.listed import ROOT, Fault, paths
+from scripts.maintenance.faults.listed import ROOT, Fault, paths
 
 FOLDERS = "pallas_flash", "models", "scripts"
 # Most test files that run for a mutant.

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scripts.inspection.gpu_compiler import (
+from scripts.maintenance.inspection.gpu_compiler import (
     TARGETS,
     Compiled,
     Launch,
     compile_for,
     run_tool,
 )
-from scripts.inspection.machine_code import Instruction, Loop, loops, unset
+from scripts.maintenance.inspection.machine_code import Instruction, Loop, loops, unset
 
 # Headings of the table, and the entries of `Kernel.record` below them.
 _COLUMNS = {
@@ -48,7 +48,7 @@ MOSAIC = "_mosaic_gpu_kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One compiled Pallas kernel; `scripts/inspect_kernels.py` says more about the numbers.
+    """One compiled Pallas kernel; `inspect_kernels.py` says more about the numbers.
 
     Attributes:
         symbol: The name in the executable.

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import jax
 
-from scripts.benchmark.programs import JaxProgram, Program, TorchProgram
+from scripts.benchmarks.programs import JaxProgram, Program, TorchProgram
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_flash
-from scripts.benchmark.shapes import Shape
+from scripts.benchmarks.shapes import Shape
 
 # The most scores for which peers are timed that hold several arrays of scores, or that are slow on
 # a GPU because they are our implementations for other devices.
@@ -333,7 +333,7 @@ def _cuequivariance(shape: Shape, direction: str) -> Attend:
 def _triton_tutorial(shape: Shape, direction: str) -> Attend:
     import jax_triton
 
-    from scripts.benchmark import triton_kernel
+    from scripts.benchmarks import triton_kernel
 
     _only(shape)
     _refuse(direction == "backward", "is a forward alone")

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.benchmark import overview, results
-from scripts.benchmark.peers import OURS, PEERS
-from scripts.benchmark.shapes import DIRECTIONS, WITH, short
+from scripts.benchmarks import overview, results
+from scripts.benchmarks.peers import OURS, PEERS
+from scripts.benchmarks.shapes import DIRECTIONS, WITH, short
 from scripts.command import UserError, why
 
 

@@ -1,7 +1,7 @@
 """Writes what README and docs show of docs/results: tables and figures.
 
-    python scripts/make_tables.py            # after a measurement, or after an edit of a marker
-    python scripts/make_tables.py --check    # write nothing; fail where something would change
+    python scripts/maintenance/make_tables.py          # after a measurement, or an edit of a marker
+    python scripts/maintenance/make_tables.py --check  # write nothing; fail where something would change
 
 A table stands between two markers, of which the first names it:
 
@@ -23,13 +23,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from scripts.benchmark import curves, key_bias, overview, report, results
-from scripts.benchmark.choice import HEAD_DIMS, KINDS, PASSES, deterministic, gains_by_length
-from scripts.benchmark.results import RESULTS, time
-from scripts.benchmark.shapes import short, visited_blocks
+from scripts.benchmarks import curves, key_bias, overview, report, results
+from scripts.benchmarks.choice import HEAD_DIMS, KINDS, PASSES, deterministic, gains_by_length
+from scripts.benchmarks.results import RESULTS, time
+from scripts.benchmarks.shapes import short, visited_blocks
 from scripts.command import UserError, command
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 # The lines of a file that a figure shows, and the module that draws it.
 FIGURES = {
     RESULTS / "h200-overview.png": (lambda: records("h200"), overview),
@@ -559,7 +559,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not check:
             draw()
     if check and changed:
-        raise UserError(f"docs/results say otherwise; run scripts/make_tables.py: {changed}.")
+        raise UserError(
+            f"docs/results say otherwise; run scripts/maintenance/make_tables.py: {changed}."
+        )
     for name in changed:
         print(name)
 

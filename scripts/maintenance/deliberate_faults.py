@@ -5,13 +5,13 @@ script makes each of them in a copy of the working tree and runs tests there. A 
 catches *lives*: a test is missing. `--mutants` adds faults that are made by rules: a comparison, a
 sign, a term, a constant, two arguments. A mutant that lives is only told, because it may be right.
 
-    python scripts/deliberate_faults.py
-    python scripts/deliberate_faults.py --only 'band-*' ring-sends-backwards
-    python scripts/deliberate_faults.py --only 'pallas_flash/_problem/masks.py:Band.*'
-    python scripts/deliberate_faults.py --mutants 500 --seed 7 --jobs 8 --record faults.jsonl
+    python scripts/maintenance/deliberate_faults.py
+    python scripts/maintenance/deliberate_faults.py --only 'band-*' ring-sends-backwards
+    python scripts/maintenance/deliberate_faults.py --only 'pallas_flash/_problem/masks.py:Band.*'
+    python scripts/maintenance/deliberate_faults.py --mutants 500 --jobs 8 --record faults.jsonl
     python -m pytest -m default --junitxml=times.xml
-    python scripts/deliberate_faults.py --choose --times times.xml faults.jsonl
-    python scripts/deliberate_faults.py --validate 0.2 --times times.xml faults.jsonl
+    python scripts/maintenance/deliberate_faults.py --choose --times times.xml faults.jsonl
+    python scripts/maintenance/deliberate_faults.py --validate 0.2 --times times.xml faults.jsonl
 
 An entry of the list:
 
@@ -62,10 +62,18 @@ from scripts.command import (
     parse_seconds,
     parse_size,
 )
-from scripts.faults import mutation, records
-from scripts.faults.listed import LIST, ROOT, Fault, paths, problems, read
-from scripts.faults.records import CHEAP, Record
-from scripts.faults.trees import CAUGHT, EXTENDED, LIVES, TIMEOUT, Outcome, Tree, copy_tree
+from scripts.maintenance.faults import mutation, records
+from scripts.maintenance.faults.listed import LIST, ROOT, Fault, paths, problems, read
+from scripts.maintenance.faults.records import CHEAP, Record
+from scripts.maintenance.faults.trees import (
+    CAUGHT,
+    EXTENDED,
+    LIVES,
+    TIMEOUT,
+    Outcome,
+    Tree,
+    copy_tree,
+)
 
 Attempt = Callable[[Tree, Fault], Outcome]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from scripts.benchmark.peers import OURS, PEERS, Attend, Unserved, trusted
-from scripts.benchmark.programs import (
+from scripts.benchmarks.peers import OURS, PEERS, Attend, Unserved, trusted
+from scripts.benchmarks.programs import (
     ALLOWED,
     JaxProgram,
     Program,
@@ -23,8 +23,8 @@ from scripts.benchmark.programs import (
     errors,
     is_red,
 )
-from scripts.benchmark.shapes import Shape
-from scripts.benchmark.timers import (
+from scripts.benchmarks.shapes import Shape
+from scripts.benchmarks.timers import (
     Clocks,
     Timers,
     Timing,
