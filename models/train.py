@@ -8,8 +8,8 @@
 `scripts/train_gpt.py` is the small one, to read and to copy. This trainer also has meshes of
 devices, several processes, weights, tokenizers, verified checkpoints and a report of its speed.
 
-Before training, it compares the gradient of every parameter through the chosen attention with the
-gradient through the dense reference, and stops if they differ. Results go to the folder
+Before training, it compares the gradient of every parameter but biases of keys with the gradient
+through the dense reference, in float32, and stops if they differ. Results go to the folder
 `--out-dir`; see `models/training/folder.py`.
 
 The same command resumes a run that was stopped or killed, at its last undamaged checkpoint and to
