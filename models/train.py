@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = vars(parser.parse_args(argv))
     which = {name: flags.pop(name) for name in processes.FLAGS if name in flags}
     command = shlex.join(["python", "-m", "models.train", *argv])
+    config = None
     try:
         config = config_from_flags(flags)
         processes.join(which)
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"reading or writing failed: {error}: repair this, then run the same command again.")
         return 2
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if config is None or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         fail(
             f"--batch-size must fit the device's memory; got {config.microbatch} sequences of "

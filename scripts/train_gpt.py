@@ -24,6 +24,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from typing import NoReturn
 
 try:
     import absl.logging
@@ -51,7 +52,7 @@ GPT2_SMALL |= dict(steps=2000, batch_size=32, learning_rate=6e-4)
 PRESETS = {"cpu": CPU, "gpt2-small": GPT2_SMALL}
 
 
-def fail(sentence: object):
+def fail(sentence: object) -> NoReturn:
     """End with a sentence that has flags where it has settings."""
     flags = re.sub(r"`(\w+)`", lambda x: f"--{x[1].replace('_', '-')}", str(sentence))
     sys.exit(f"error: {flags}")
@@ -102,15 +103,15 @@ def model_config(flags) -> DecoderConfig:
     """Return the model: a small Llama with one matrix for reading and for predicting bytes."""
     sizes = ("context", "num_layers", "num_heads", "num_kv_heads", "features")
     sizes = {name: getattr(flags, name) for name in sizes}
-    options = dict(implementation=None if flags.attention == "auto" else flags.attention)
+    chosen = None if flags.attention == "auto" else flags.attention
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"  # of activations
     try:
-        config = gpt(**sizes, **options, dtype=dtype)
+        config = gpt(**sizes, implementation=chosen, dtype=dtype)
         q, k = (
             jax.ShapeDtypeStruct((flags.batch_size, flags.context, n, config.head_dim), dtype)
             for n in (config.num_heads, config.num_kv_heads)
         )
-        said = pallas_flash.explain(q, k, k, is_causal=True, **options)
+        said = pallas_flash.explain(q, k, k, is_causal=True, implementation=chosen)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         fail(str(error).replace("`implementation`", "`attention`"))
     print(f"attention: {said.implementation}")
@@ -193,8 +194,7 @@ def open_folder(folder: pathlib.Path) -> ocp.CheckpointManager:
 
 def restore(checkpoints: ocp.CheckpointManager, step: int, state, settings: dict):
     """Return the state and the losses of a checkpoint of a run with these settings."""
-    wanted = ocp.args.Composite(log=ocp.args.JsonRestore())
-    log = checkpoints.restore(step, args=wanted)["log"]
+    log = checkpoints.restore(step, args=ocp.args.Composite(log=ocp.args.JsonRestore()))["log"]
     if changed := [name for name in settings if log["settings"].get(name) != settings[name]]:
         fail(
             f"`out_dir` must be new, or have a run of the same settings; got one that differs in "
@@ -266,7 +266,7 @@ def train(flags) -> dict:
     shutil.rmtree(flags.out_dir / "weights", ignore_errors=True)
     model.save_pretrained(flags.out_dir / "weights")
     drawn = Generation(model, [list(b"def ")], 400, Sampling(0.8, 40), when_full="slide")
-    print(f"\ndef {bytes(token for [token] in drawn).decode(errors='replace')}\n")
+    print(f"\ndef {bytes(x for [x] in drawn if x is not None).decode(errors='replace')}\n")
     return losses
 
 
