@@ -1,7 +1,6 @@
 """Train a small GPT through `pallas_flash.attention`: one file, to read and to copy.
 
     pip install -e '.[train]'
-    python scripts/train_gpt.py                          # a few minutes on a CPU
     python scripts/train_gpt.py --preset gpt2-small      # 85 M parameters, for a GPU
 
 Tokens are bytes, of the source of Python's standard library if there is no `--data`. First the
@@ -74,10 +73,10 @@ def read_text(flags) -> tuple[np.ndarray, np.ndarray]:
         pattern, skipped = ("**/*", set()) if flags.data else ("**/*.py", skipped)
         paths = [x for x in root.glob(pattern) if x.is_file() and out not in x.absolute().parents]
         paths = [x for x in (x.relative_to(root) for x in paths) if not skipped & {*x.parts}]
-        # Mixed, so that the held-out files are as the others.
+        # Mixed, so that held-out files are as the others.
         paths.sort(key=lambda x: hashlib.sha256(os.fsencode(x.as_posix())).digest())
-        files = [content for x in paths if b"\0" not in (content := (root / x).read_bytes())]
-        text = b"\n".join(files)
+        contents = ((root / x).read_bytes() for x in paths)
+        text = b"\n".join(x for x in contents if b"\0" not in x)
     sides = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     if min(map(len, sides)) <= flags.context + 1:
         fail(
@@ -101,8 +100,8 @@ def training_batch(text: np.ndarray, step: int, flags) -> np.ndarray:
 
 def model_config(flags) -> DecoderConfig:
     """Return the model: a small Llama with one matrix for reading and for predicting bytes."""
-    sizes = ("context", "num_layers", "num_heads", "num_kv_heads", "features")
-    sizes = {name: getattr(flags, name) for name in sizes}
+    names = "context", "num_layers", "num_heads", "num_kv_heads", "features"
+    sizes = {name: getattr(flags, name) for name in names}
     chosen = None if flags.attention == "auto" else flags.attention
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"  # of activations
     try:

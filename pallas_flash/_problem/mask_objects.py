@@ -569,7 +569,9 @@ def _largest(scores: jax.Array, k: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="count")
 def _numbered(numbers: jax.Array, count: int) -> jax.Array:
     """Return which of `count` blocks each row of numbers names."""
-    return (numbers[..., None].astype(jnp.int32) == jnp.arange(count)).any(-2)
+    if numbers.dtype.itemsize == 1:  # Integers of 4 bits do not promote.
+        numbers = numbers.astype(jnp.int32)
+    return (numbers[..., None] == jnp.arange(count)).any(-2)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
