@@ -104,7 +104,7 @@ def compile_template(template: str):
     class Answer(jinja2.ext.Extension):
         """`{% generation %}`, around what the model has written: in a prompt, its own content."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a variable of instances
 
         def parse(self, parser):
             line = next(parser.stream).lineno

@@ -188,7 +188,8 @@ def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
         begin, size = file.tell(), file.seek(0, 2)
     header.pop("__metadata__", None)
     # NumPy maps no empty files.
-    data = np.memmap(path, np.uint8, mode="r", offset=begin) if begin < size else None
+    empty = np.empty(0, np.uint8)
+    data = np.memmap(path, np.uint8, mode="r", offset=begin) if begin < size else empty
     tensors = {}
     for name, entry in header.items():
         if CONSTANTS.search(name):
@@ -199,7 +200,7 @@ def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
                 f"{name!r}: quantised weights are not read."
             )
         first, last = entry["data_offsets"]
-        content = np.empty(0, np.uint8) if first == last else data[first:last]
+        content = empty if first == last else data[first:last]
         tensors[name] = content.view(jnp.dtype(DTYPES[entry["dtype"]])).reshape(entry["shape"])
     return tensors
 
@@ -272,13 +273,13 @@ def read(
 
 
 def _to_devices(path: str, x: np.ndarray, layout: Layout | None, dtype: str | None) -> jax.Array:
-    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    wanted = x.dtype if dtype is None else jnp.dtype(dtype)
     if layout is None:
-        return jnp.array(x, dtype)
+        return jnp.array(x, wanted)
     sharding = layout.sharding(*rule(path))
     try:
         return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: np.array(x[index]).astype(dtype)
+            x.shape, sharding, lambda index: np.array(x[index]).astype(wanted)
         )
     except ValueError as error:
         raise ValueError(

@@ -3,9 +3,13 @@
 import dataclasses
 import json
 import math
+from typing import Literal
 
 from models.families import fields_from_json
 from models.rope import Rope
+
+# As in `pallas_flash.attention`.
+Implementation = Literal["mosaic", "triton", "interpret", "xla", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,7 @@ class DecoderConfig:
     tied: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
-    implementation: str | None = None
+    implementation: Implementation | None = None
     remat: bool = False
     source: str | None = dataclasses.field(default=None, repr=False)
 
@@ -113,6 +117,14 @@ class DecoderConfig:
     def has_window(self, layer: int) -> bool:
         """Whether a layer has a window."""
         return bool(self.sliding) and self.sliding[layer]
+
+    def local_window_of(self, layer: int) -> tuple[int, int] | None:
+        """Return the `local_window_size` of a layer's attention; None without a window."""
+        if not self.has_window(layer):
+            return None
+        assert self.window is not None  # `__post_init__` has refused it
+        # A token sees itself and the window - 1 tokens before it.
+        return self.window - 1, 0
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary positions of a layer."""

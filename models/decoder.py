@@ -158,8 +158,7 @@ def attention_of(
         rope=rope,
         normalize_qk=config.normalize_qk,
         scale=config.attention_scale,
-        # A token sees itself and the window - 1 tokens before it.
-        local_window_size=(config.window - 1, 0) if config.has_window(layer) else None,
+        local_window_size=config.local_window_of(layer),
         logits_soft_cap=config.attention_soft_cap,
         use_sinks=config.use_sinks,
         use_bias=config.qkv_bias,
@@ -212,14 +211,12 @@ class Layer(nnx.Module):
         attention: Callable[..., Any] | None,
         rngs: nnx.Rngs,
     ):
-        def norm(wanted=True):
-            return Norm(config.features, config) if wanted else None
-
+        norm = functools.partial(Norm, config.features, config)
         self.attention_norm = norm()
         self.attention = attention_of(config, layer, attention, rngs)
-        self.attention_post_norm = norm(config.post_norms)
+        self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_norm, self.mlp = norm(), MLP(config, rngs)
-        self.mlp_post_norm = norm(config.post_norms)
+        self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(self, x: Float[Array, "B T C"], **where) -> Float[Array, "B T C"]:
         """Return the residual stream after this layer; the keywords are of `SelfAttention`."""
@@ -294,9 +291,16 @@ class Decoder(nnx.Module):
             [placed("layers", Layer(config, n, attention, rngs)) for n in layers]
         )
         self.norm = placed("norm", Norm(config.features, config))
-        head = functools.partial(Linear, config.features, config.vocab_size)
-        options = dict(dtype=config.compute_dtype, param_dtype=config.param_dtype, rngs=rngs)
-        self.head = None if config.tied else placed("head", head(kernel_init=_init_rows, **options))
+        head = functools.partial(
+            Linear,
+            config.features,
+            config.vocab_size,
+            kernel_init=_init_rows,
+            dtype=config.compute_dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        self.head = None if config.tied else placed("head", head())
 
     def __call__(self, tokens: Int[Array, "B T"], **where) -> Float[Array, "B T vocab"]:
         """Return float32 logits; the keyword arguments are as in `stream`."""
@@ -361,7 +365,7 @@ class Decoder(nnx.Module):
 
     def _cache(self) -> KVCache:
         """Return the cache of the first layer; all layers have its lengths."""
-        if (cache := self.layers[0].attention.cache) is None:
+        if not isinstance(cache := self.layers[0].attention.cache, KVCache):
             raise ValueError(
                 "`decode` must be False without a cache; got True. Call `init_cache` first."
             )
@@ -448,7 +452,8 @@ class Decoder(nnx.Module):
 
     def _check(self, tokens: Shaped[Array, "..."], segment_ids, decode: bool, lengths) -> None:
         shape, dtype = (getattr(tokens, name, None) for name in ("shape", "dtype"))
-        if shape is None or len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
+        integers = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+        if shape is None or len(shape) != 2 or not integers:
             got = type(tokens).__name__ if shape is None else f"{dtype} {shape}"
             raise ValueError(f"`tokens` must be integers [batch, length]; got {got}.")
         if shape[1] == 0:

@@ -105,14 +105,14 @@ def _value(name: str, content: dict[str, Any], default: Any) -> Any:
     elif name in NUMBERS:
         fits, wanted = is_number(x), "a number"
         # `Rope` checks its own.
-        if fits and not name.startswith("rope"):
+        if is_number(x) and not name.startswith("rope"):
             fits, wanted = x > 0 or (x == 0 and "eps" in name), "a number above 0"
     else:
         x = int(x) if type(x) is float and x.is_integer() else x
         fits, wanted = type(x) is int, "int or null"
         # The window is checked where a layer has one.
         if default is NEEDED or (fits and name not in ("max_window_layers", "sliding_window")):
-            fits, wanted = fits and x > 0, "an int of at least 1"
+            fits, wanted = type(x) is int and x > 0, "an int of at least 1"
     if not fits:
         raise ValueError(f"`{name}` must be {wanted}; got {x!r}.")
     return x
@@ -123,7 +123,7 @@ def _fields_of(json: dict[str, Any]) -> dict[str, Any]:
     named = {GPT2_NAMES.get(name, name): x for name, x in json.items() if x is not None}
     get = named.get
     features, heads, layers = (
-        get(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        named[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     if layers > 1000:
         raise ValueError(f"`config.json` must have at most 1000 layers; got {layers}.")
@@ -155,8 +155,8 @@ def _fields_of(json: dict[str, Any]) -> dict[str, Any]:
         "final_soft_cap": get("final_logit_softcapping"),
         "tied": get("tie_word_embeddings"),
     }
-    if get("query_pre_attn_scalar"):
-        fields["attention_scale"] = get("query_pre_attn_scalar") ** -0.5
+    if scalar := get("query_pre_attn_scalar"):
+        fields["attention_scale"] = scalar**-0.5
     return fields
 
 

@@ -199,7 +199,7 @@ class Generation:
             else:
                 self.decode = _added(self.decode, self.ended.count(False), seconds)
             taken = self._take(tokens)
-            for row in np.flatnonzero(full & ~np.array(self.ended) & more):
+            for row in np.flatnonzero(full & ~np.array(self.ended) & more).tolist():
                 if self._slides:
                     text = self._window(self._texts[row])
                     batch.read([text], row, n)
@@ -270,7 +270,8 @@ class _Batch:
     def read(self, texts: Sequence[Sequence[int]], first: int, n: int) -> None:
         """Read texts, which begin with number `first`, anew, and draw token `n` of each."""
         lengths = np.array([len(text) for text in texts], np.int32)
-        padded = np.zeros((len(texts), _rounded(lengths.max(), LEAST_WIDTH, self._room)), np.int32)
+        width = _rounded(int(lengths.max()), LEAST_WIDTH, self._room)
+        padded = np.zeros((len(texts), width), np.int32)
         for row, text in zip(padded, texts, strict=True):
             row[: len(text)] = text
         seeds = self._seeds[first : first + len(texts)]
@@ -364,7 +365,8 @@ def _seeds(seed: int, prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """
     seeds, seen = [], Counter()
     for prompt in prompts:
-        mark = int(np.random.SeedSequence(np.uint32([len(prompt), *prompt])).generate_state(1)[0])
+        numbers = np.array([len(prompt), *prompt], np.uint32)
+        mark = int(np.random.SeedSequence(numbers).generate_state(1)[0])
         seeds.append((seed % 2**32, mark, seen[mark]))
         seen[mark] += 1
     return np.array(seeds, np.uint32)
@@ -372,7 +374,7 @@ def _seeds(seed: int, prompts: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _rounded(length: int, least: int, most: int) -> int:
     """Return the power of two from `length` on, of at least `least` and at most `most`."""
-    return min(max(1 << (int(length) - 1).bit_length(), least), most)
+    return min(max(1 << (length - 1).bit_length(), least), most)
 
 
 def _added(total: tuple[int, float], tokens: int, seconds: float) -> tuple[int, float]:

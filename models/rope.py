@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: Any) -> TypeGuard[int | float]:
     """Whether a value of a file is a number that a float has."""
     return type(x) in (int, float) and abs(x) < 1e300
 

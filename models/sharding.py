@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
@@ -142,6 +143,6 @@ def _by_shares(query, key, value, arrays, *, layout: Layout, options: tuple):
 
 def _spread(x, sharding: NamedSharding):
     """Keep the shards of this process's devices of an array that every process has made alike."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return x
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

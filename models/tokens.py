@@ -25,7 +25,7 @@ class Bytes:
     """The tokens of models without a tokenizer: the bytes of a text."""
 
     stop_tokens: Sequence[int] = ()
-    chat: Callable[[str, str | None], str] | None = None
+    chat: None = None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the tokens of a text, which has no special ones."""
@@ -129,6 +129,7 @@ class FromFolder:
 
     def encode_chat(self, prompt: str, system: str | None) -> list[int]:
         """Return the tokens of a chat by `chat`: only the template writes special ones."""
+        assert self.chat is not None  # without a template nobody asks for a chat
         texts, tokenizer = [utf8(prompt), utf8(system or "")], self._tokenizer
         if any(map(self._names.search, texts)):
             # Refuses what `documents` refuses.

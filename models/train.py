@@ -8,8 +8,8 @@
 `scripts/train_gpt.py` is the small one, to read and to copy. This trainer also has meshes of
 devices, several processes, weights, tokenizers, verified checkpoints and a report of its speed.
 
-Before training, it compares the gradient of every parameter through the chosen attention with the
-gradient through the dense reference, and stops if they differ. Results go to the folder
+Before training, it compares the gradient of every parameter but biases of keys with the gradient
+through the dense reference, in float32, and stops if they differ. Results go to the folder
 `--out-dir`; see `models/training/folder.py`.
 
 The same command resumes a run that was stopped or killed, at its last undamaged checkpoint and to
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = vars(parser.parse_args(argv))
     which = {name: flags.pop(name) for name in processes.FLAGS if name in flags}
     command = shlex.join(["python", "-m", "models.train", *argv])
+    config = None
     try:
         config = config_from_flags(flags)
         processes.join(which)
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"reading or writing failed: {error}: repair this, then run the same command again.")
         return 2
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if config is None or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         fail(
             f"--batch-size must fit the device's memory; got {config.microbatch} sequences of "

@@ -18,6 +18,7 @@ import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -131,7 +132,7 @@ def read_prompts(flags: argparse.Namespace) -> list[str]:
     Raises:
         UserError: There is none.
     """
-    prompts = list(flags.prompt or ())
+    prompts: list[str] = list(flags.prompt or ())
     if flags.prompts is not None:
         # Other characters that end a line for Python are text.
         lines = [line.removesuffix("\r") for line in read_text(flags.prompts).split("\n")]
@@ -153,13 +154,12 @@ def encode(flags: argparse.Namespace, source: Source, prompts: Sequence[str]) ->
     words = source.tokens
     if flags.chat and words.chat is None:
         raise UserError(f"--chat must come with a chat template; got {flags.source} without one.")
-    chat = words.chat is not None and flags.chat is not False
-    if flags.system is not None and not chat:
-        raise UserError("--system must come with a chat; got none.")
-    if chat:
+    if words.chat is not None and flags.chat is not False:
         if flags.special_tokens:
             raise UserError("--special-tokens must come without a chat; got one: pass --no-chat.")
         return [words.encode_chat(prompt, flags.system) for prompt in prompts]
+    if flags.system is not None:
+        raise UserError("--system must come with a chat; got none.")
     if not flags.special_tokens and (name := words.special_name("\0".join(prompts))):
         say(f"{name} in a prompt is text: --special-tokens makes it a token")
     return [words.encode(prompt, flags.special_tokens) for prompt in prompts]
@@ -174,7 +174,9 @@ def count_before_prompt(flags: argparse.Namespace, source: Source, tokens) -> in
 def make_sampling(flags: argparse.Namespace, source: Source) -> Sampling:
     """Return how tokens are drawn, by flags, or else by the run or folder."""
     given = {name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    values = {name: source.defaults.get(name) if x is None else x for name, x in given.items()}
+    values: dict[str, Any] = {
+        name: source.defaults.get(name) if x is None else x for name, x in given.items()
+    }
     if values["temperature"] is None:
         values["temperature"] = 1.0
     return Sampling(**values, seed=flags.seed % 2**32)

@@ -127,7 +127,7 @@ def end_of(words: FromFolder, asked: str | None) -> int:
     name, end = repr(asked or END_TOKEN), words.token(asked or END_TOKEN)
     if asked is None and words.stop_tokens:
         name = end = words.stop_tokens[0]
-    if end not in range(words.vocab_size):
+    if end is None or end not in range(words.vocab_size):
         raise UserError(
             f"--end-token must be a token that ends a document; got {name}, which the tokenizer "
             "does not have."
@@ -159,7 +159,7 @@ def write_side(
     Raises:
         UserError: The tokenizer gives a token that it does not have.
     """
-    sizes, named, unknown = [], [], 0
+    sizes, named, unknown, unknown_token = [], [], 0, words.unknown
     with open(files[0], "wb") as file:
         for batch in batches(documents):
             named += filter(None, map(words.special_name, batch))
@@ -171,7 +171,7 @@ def write_side(
                         f"{max(ids):,} in a document."
                     )
                 sizes.append(len(ids))
-                unknown += ids.count(words.unknown)
+                unknown += 0 if unknown_token is None else ids.count(unknown_token)
                 file.write(np.asarray(ids, type_of(words)).tobytes())
     if named and not special:
         count = f"{len(named):,} of {len(documents):,} documents"

@@ -49,7 +49,7 @@ def write_file(path: Path, content: str | bytes):
 
 def sha256_of(path: Path, *, flush: bool = False) -> str:
     """Return the hash of a file; with `flush` the disk has its bytes when this returns."""
-    with open(path, "rb+" if flush else "rb") as file:
+    with path.open("rb+") if flush else path.open("rb") as file:
         if flush:
             os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -72,14 +72,14 @@ def describe_mesh(config: TrainConfig, model: DecoderConfig, layout: Layout):
         say("", f"work is unequal: a multiple of {equal} as the context would make it equal")
 
 
-def check_memory(config: TrainConfig, params: Any, sizes, device: jax.Device):
+def check_memory(config: TrainConfig, params: Any, sizes, device):
     """Refuse a model whose parameters, gradient and AdamW moments a device cannot hold.
 
     Args:
         config: The settings.
         params: The shapes of the parameters.
         sizes: Number of devices on each axis of the mesh.
-        device: One of the devices.
+        device: One of the devices, a `jax.Device`.
     """
     parameters = sum(x.size for x in jax.tree.leaves(params))
     needed = 4 * jnp.dtype(config.param_dtype).itemsize * parameters

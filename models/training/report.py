@@ -119,6 +119,7 @@ def count_of(params) -> int:
 def program_bytes(program: jax.stages.Compiled) -> int:
     """Return the bytes that a compiled program holds on each device, its arguments among them."""
     plan = program.memory_analysis()
+    assert plan is not None  # XLA has one for CPUs and GPUs
     given = plan.argument_size_in_bytes - plan.alias_size_in_bytes
     return given + plan.output_size_in_bytes + plan.temp_size_in_bytes
 
@@ -192,7 +193,7 @@ def explain_attention(
             is_causal=True,
             implementation=model.implementation,
             segment_ids=ids,
-            local_window_size=(model.window - 1, 0) if model.has_window(0) else None,
+            local_window_size=model.local_window_of(0),
             logits_soft_cap=model.attention_soft_cap,
             query_positions=positions,
             key_value_positions=positions,

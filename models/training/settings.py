@@ -263,7 +263,7 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
     Raises:
         UserError: The values do not fit together.
     """
-    values = {name: None if x == "auto" else x for name, x in flags.items()}
+    values: dict[str, Any] = {name: None if x == "auto" else x for name, x in flags.items()}
     tuned = values.get("init_from") is not None
     base = PRESETS[values.pop("preset", "fine-tune" if tuned else "cpu")]
     if tuned and (given := [name for name in SHAPE if name in values]):

@@ -20,7 +20,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, AnyStr, NamedTuple
 
 import jax
 import numpy as np
@@ -90,9 +90,9 @@ class Text(NamedTuple):
         """A hash of both sides, by which a resumed run knows its text."""
         if self.prepared is not None:
             return self.prepared["sha256"]
-        digest = hashlib.sha256(self.train)
+        digest = hashlib.sha256(self.train.data)
         digest.update(b"|")
-        digest.update(self.held_out)
+        digest.update(self.held_out.data)
         return digest.hexdigest()
 
 
@@ -161,7 +161,9 @@ def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[s
     return [path for path in paths if path.is_file()], left_out
 
 
-def split_files(files: list[tuple[str, bytes]]) -> tuple[list, list]:
+def split_files(
+    files: list[tuple[str, AnyStr]],
+) -> tuple[list[tuple[str, AnyStr]], list[tuple[str, AnyStr]]]:
     """Split files into a side to train on, and a side held out, of about a tenth of the bytes.
 
     The choice follows a hash of the name, so a file mostly keeps its side when others come or go.
@@ -195,7 +197,8 @@ def load_text(config: TrainConfig) -> Text:
             np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8)
             for side in sides
         )
-        text = Text(train, held_out, *([name for name, _ in side] for side in sides), left_out)
+        train_files, held_out_files = ([name for name, _ in side] for side in sides)
+        text = Text(train, held_out, train_files, held_out_files, left_out)
     if min(len(text.train), len(text.held_out)) <= config.context:
         raise UserError(
             "`context` must be below the length of both sides of the text; got a context of "
@@ -236,8 +239,17 @@ def map_tokens(folder: Path) -> Text:
                     "bytes: prepare them again."
                 )
             arrays[side] = np.memmap(path, dtype, mode="r")
-    documents = (range(len(ends[side])) for side in SIDES)
-    return Text(*tokens.values(), *documents, [], prepared, *ends.values())
+    train, held_out = SIDES
+    return Text(
+        tokens[train],
+        tokens[held_out],
+        train_files=range(len(ends[train])),
+        held_out_files=range(len(ends[held_out])),
+        left_out=[],
+        prepared=prepared,
+        train_ends=ends[train],
+        held_out_ends=ends[held_out],
+    )
 
 
 def check_tokens(config: TrainConfig, text: Text, vocab_size: int):
@@ -279,11 +291,11 @@ def windows(
     offsets = np.arange(config.context + 1)
 
     def cut(read):
-        return jax.make_array_from_callback(
-            (*starts.shape, len(offsets)),
-            layout.sharding(None, BATCH),
-            lambda index: read(starts[index[:2]][..., None] + offsets),
-        )
+        def part(index):
+            return read(starts[index[:2]][..., None] + offsets)
+
+        shape = (*starts.shape, len(offsets))
+        return jax.make_array_from_callback(shape, layout.sharding(None, BATCH), part)
 
     def documents(positions):
         numbers = np.searchsorted(ends, positions, side="right")

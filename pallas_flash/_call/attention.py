@@ -285,10 +285,10 @@ def attention(
             query of the head sees a key. With `sequence_axis` it is of all devices.
 
     Args: Execution
-        implementation: "mosaic" are kernels for Hopper GPUs, "triton" those for all newer NVIDIA
-            GPUs, "interpret" the latter in Pallas's interpreter (any device, slow), "xla" the same
-            algorithm in plain JAX, "reference" the dense definition. One that is given is used or
-            raises. None lets auto-selection pick the fastest. See `explain`.
+        implementation: "mosaic" are kernels for Hopper GPUs, "triton" those for NVIDIA GPUs from
+            compute capability 8.0 on, "interpret" the latter in Pallas's interpreter (any device,
+            slow), "xla" the same algorithm in plain JAX, "reference" the dense definition. One that
+            is given is used or raises. None lets auto-selection pick the fastest. See `explain`.
         config: a `tuning.Triton` or a `tuning.Mosaic`, the tiles of the kernels. A tile that is
             None is what `tuning.tune` found on this GPU, or else from a table. With
             `implementation`, it is a configuration of that one. Without, its backend computes the

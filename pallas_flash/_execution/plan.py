@@ -1,9 +1,9 @@
 """The plan of a call: the implementation of each pass, and the launch of a pass.
 
-A call has two passes: the forward, operands -> (o, LSE), and the backward, (operands, o, LSE, do,
-dlse) -> gradients. A pass runs on the devices that share the arrays (`_execution.partition`), then
-on those that share the sequence (`_execution.context`), and then on one device, where an
-implementation computes it.
+A call has a forward, operands -> (o, LSE), and a backward, (operands, o, LSE, do, dlse) ->
+gradients; further passes give gradients of tables, and tangents. A pass runs on the devices that
+share the arrays (`_execution.partition`), then on those that share the sequence
+(`_execution.context`), and then on one device, where an implementation computes it.
 """
 
 import dataclasses

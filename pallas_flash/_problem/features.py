@@ -1,7 +1,8 @@
 """The features of a call: the input of every rule, and the key of the tuning cache.
 
-`features_of(problem)` computes the features of a call once. Rules read `CallFeatures` and nothing
-else of a call, so that two calls with the same features are computed in the same way.
+`features_of(problem)` computes the features of a call once. Rules of
+selection, and of tiles of the forward, read `CallFeatures` and nothing else of a call, so that two
+calls with the same features are computed in the same way.
 """
 
 import dataclasses

@@ -483,8 +483,14 @@ class BlockMask(MaskObject):
             choose = functools.partial(_numbered, count=Tiling(kv_len, block_kv).count)
         else:
             kv_len = None if kv_len is None else at_least(1, "kv_len", kv_len)
-            choose = functools.partial(_largest, k=at_least(1, "k", k))
+            choose = functools.partial(_largest, k=min(at_least(1, "k", k), scores.shape[-1]))
         some = divided_by_xla(choose, None, scores)
+        if kv_len is not None and some.shape[3] != Tiling(kv_len, block_kv).count:
+            raise ValueError(
+                f"`scores` must have a key block for each {block_kv} of {kv_len} keys, "
+                f"{Tiling(kv_len, block_kv).count} in all; got shape {scores.shape}. Use the "
+                "`block_kv` of the scores, or their `kv_len`."
+            )
         return cls(some, block_q, block_kv, kv_len=kv_len)
 
     def _fit(self, call):
@@ -549,10 +555,12 @@ class BlockMask(MaskObject):
 def _largest(scores: jax.Array, k: int) -> jax.Array:
     """Return where the k largest scores of each row are; of equal ones the first, and no -inf."""
     scores = lax.stop_gradient(scores)
+    if scores.dtype.itemsize == 1:  # Some have no infinity.
+        scores = scores.astype(jnp.float32)
     candidates = scores > -jnp.inf  # False for NaN, too.
     scores = jnp.where(candidates, scores, -jnp.inf)
     # A number, not the order in which `top_k` returns equal ones, which is up to the device.
-    least = lax.top_k(scores, min(k, scores.shape[-1]))[0][..., -1:]
+    least = lax.top_k(scores, k)[0][..., -1:]
     above, equal = scores > least, scores == least
     room = k - above.sum(-1, keepdims=True, dtype=jnp.int32)
     return candidates & (above | equal & (jnp.cumsum(equal, -1, dtype=jnp.int32) <= room))
@@ -561,6 +569,8 @@ def _largest(scores: jax.Array, k: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="count")
 def _numbered(numbers: jax.Array, count: int) -> jax.Array:
     """Return which of `count` blocks each row of numbers names."""
+    if numbers.dtype.itemsize == 1:  # Integers of 4 bits do not promote.
+        numbers = numbers.astype(jnp.int32)
     return (numbers[..., None] == jnp.arange(count)).any(-2)
 
 

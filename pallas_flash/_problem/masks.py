@@ -8,8 +8,7 @@ user's `|` and `~`. Each leaf has
   same code serves a dense [T, S] mask, a tile in plain JAX and a transposed tile. The leaf's arrays
   may be references into a kernel's memory, so the same code serves the kernels, too;
 * the block ranges or block classes of `_problem.blocks`, by which a blocked algorithm skips empty
-blocks
-  and leaves full blocks unmasked.
+  blocks and leaves full blocks unmasked.
 """
 
 import abc
@@ -459,7 +458,7 @@ class Mask(Divisible):
         return bool(self.leaves)
 
     def allowed(self, b, h, q, k) -> Any:
-        """The only comparison of positions in the package; see `Leaf.allowed`."""
+        """Whether all leaves allow a pair, None without leaves; see `Leaf.allowed`."""
         return _both(*(leaf.allowed(b, h, q, k) for leaf in self.leaves))
 
     def restrict(self, part) -> "Mask":
@@ -528,8 +527,8 @@ class Mask(Divisible):
     def classes(self, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
         """Return the class of every block over the pairs of the arrays.
 
-        It is closer than `block_classes` for leaves that compare numbers, of which that knows one
-        run of blocks for each tile.
+        It is closer than `block_classes` for leaves that compare numbers, for which that knows only
+        one run of blocks for each tile.
         """
         some, every = Mask().block_classes(q_tiles, kv_tiles)
         for leaf in self.leaves:

@@ -11,7 +11,7 @@ from pallas_flash._jax.symbolic import is_symbolic
 
 
 class Divisible:
-    """A dataclass of a problem, of which a part of the problem has a part."""
+    """A dataclass in a problem that can be cut to a part of the problem."""
 
     # For type checkers: subclasses are dataclasses.
     __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -49,7 +49,7 @@ class Sizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem(Sizes, Divisible):
-    """A checked call: batched arrays, one mask object, a positive scale.
+    """A checked call: batched arrays, one `Mask`, a scale that is not negative.
 
     Attributes:
         query: [B, T, N, H].

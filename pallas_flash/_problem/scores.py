@@ -8,8 +8,8 @@
 
 This one definition serves tiles in kernels and in plain JAX. The backward takes the derivative in x
 by `jax.vjp` on the tile, and so the derivative in what a score reads of a table: slopes, operands.
-Sinks add exp(sink) to the softmax's denominator, once a row. `LogSum` is
-the LSE as the forward leaves it to the backward.
+Sinks add exp(sink) to the softmax's denominator, once a row. `LogSum` is the LSE as the forward
+leaves it to the backward.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def differentiated(by: str = "the score"):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores(Divisible):
-    """The optional terms of a score. All are None where x is the score.
+    """The optional terms of a score; without bias, slopes, `score_mod` and `soft_cap` it is x.
 
     Attributes:
         bias: a (q, k) array.

@@ -86,7 +86,7 @@ class Rule(NamedTuple):
     Attributes:
         kind: the kind in words.
         since: that number; NEVER if "mosaic" is slower, or was not measured.
-        gain: the time that a timed call would lose at most without the rule, as a part of its own;
+        gain: the largest loss of a timed call without the rule, as a share of its time;
             None if no call of the kind was timed. Sources are the files in docs/results.
         fits: whether a call is of that kind.
     """

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None, shapes: Mapping[str, Shape] = SHAPES
 
     # PyTorch, in the same process, needs memory, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    seconds: dict[str, float] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     with contextlib.ExitStack() as stack:
         about, append = stack.enter_context(recording(options.json, options.commit))
         print(json.dumps(about), flush=True)

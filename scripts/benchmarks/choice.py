@@ -36,7 +36,7 @@ def kinds_of(r: dict[str, Any]) -> list[str]:
         return ["ranges", "lengths"]
     if r.get("window") or r.get("documents"):
         return ["ranges" if r.get("window") else "documents"]
-    option = r.get("option")
+    option: str | None = r.get("option")
     return [KIND_OF_OPTION.get(option, option) if option else mask]
 
 

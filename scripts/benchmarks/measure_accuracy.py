@@ -130,6 +130,7 @@ def dense(q, k, v, *, is_causal=False, logits_soft_cap=None, score_mod=None, **o
 
 def implementations(case: str) -> dict[str, Callable]:
     """Return functions of q, k, v and the options."""
+    ours: dict[str, dict[str, Any]]
     ours = {name: dict(implementation=name) for name in ("mosaic", "triton", "xla")}
     ours["mosaic, reproducible"] = dict(implementation="mosaic", reproducible=True)
     calls: dict[str, Callable] = {
@@ -158,8 +159,9 @@ def _across_devices(call: Callable, method: str) -> Callable:
         part = functools.partial(
             call, sequence_axis="sequence", context_parallelism=method, **options
         )
-        specs = dict(mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
-        return jax.shard_map(part, check_vma=False, **specs)(q, k, v)
+        ins = (rows, rows, rows)
+        shared = jax.shard_map(part, mesh=mesh, in_specs=ins, out_specs=rows, check_vma=False)
+        return shared(q, k, v)
 
     return attend
 

@@ -55,7 +55,7 @@ def load(path: pathlib.Path) -> list[dict[str, Any]]:
     return list({key(record): record for record in lines}.values())
 
 
-def _unread(path: pathlib.Path, error: Exception) -> UserError:
+def _unread(path: pathlib.Path, error: OSError | UnicodeError) -> UserError:
     return UserError(f"A file that --json wrote must be named; got {path}: {why(error)}.")
 
 

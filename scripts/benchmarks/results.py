@@ -48,7 +48,8 @@ def problem(record: Any) -> str | None:
     for name, kind in FIELDS.items():
         # Older files lack fields that may be None.
         value = record.get(name)
-        if not isinstance(value, kind) or (kind is int and value < 1):
+        too_small = kind is int and isinstance(value, int) and value < 1
+        if not isinstance(value, kind) or too_small:
             return f"`{name}` is {value!r}"
     if record.get("pass") not in PASSES:
         return f"`pass` is {record.get('pass')!r}"

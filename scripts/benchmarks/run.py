@@ -129,6 +129,8 @@ class Bench:
         return programs
 
     def _measure(self, shape, direction, programs, clocks):
+        timer = self.timer
+        assert timer is not None  # `__post_init__` has chosen one
         sets = [draw(shape, seed) for seed in range(4)]
         reference = programs.pop(None)
         try:
@@ -137,7 +139,8 @@ class Bench:
             reference.load(sets[:1])
             right = reference.results()
         except Exception as error:  # Any failure leaves nothing to compare with.
-            programs = dict.fromkeys(programs, f"nothing to compare with: {_sentence(error)}")
+            problem = f"nothing to compare with: {_sentence(error)}"
+            programs, right = dict.fromkeys(programs, problem), {}
         del reference
 
         ready, result_errors = {}, {}
@@ -149,25 +152,26 @@ class Bench:
             try:
                 program.load(sets)
                 result_errors[name] = errors(program.results(), right)
-                once = self.timer(program, 2).ms
+                once = timer(program, 2).ms
             except Exception as error:  # After any failure of a peer, others go on.
                 self.emit({**record, "unserved": _sentence(error)})
                 continue
             if is_red(result_errors[name], shape.dtype):
                 self.emit({**record, "red": result_errors[name], "allowed": ALLOWED[shape.dtype]})
             else:
-                ready[name] = functools.partial(self.timer, program, self._calls(once))
-        right = None
+                ready[name] = functools.partial(timer, program, self._calls(once))
+        del right
         measured = self._in_turns(ready, clocks)
         ours = measured[OURS][0] if OURS in measured else None
         for name, (times, clocked) in measured.items():
             program = programs[name]
+            assert not isinstance(program, str)  # else it is not in `ready`
             record = self._record(shape, direction, name)
             record |= summary(times, ours, shape, direction)
             record |= {"errors": result_errors[name], "compile_s": program.compile_s}
             record |= {"memory": program.memory, **clocked}
-            if isinstance(self.timer, Timers):
-                record["timer"] = self.timer.name(program)
+            if isinstance(timer, Timers):
+                record["timer"] = timer.name(program)
             self.emit(record)
 
     def _calls(self, ms: float) -> int:

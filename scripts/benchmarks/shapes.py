@@ -163,16 +163,17 @@ class Shape:
         first = np.zeros((self.B, self.T), np.int32)
         if self.window is not None:
             first = np.maximum(first, np.arange(self.T, dtype=np.int32) - (self.window - 1))
-        if self.documents is not None:
-            starts = [np.searchsorted(row, row) for row in self.segment_ids()]
+        if (ids := self.segment_ids()) is not None:
+            starts = [np.searchsorted(row, row) for row in ids]
             first = np.maximum(first, np.stack(starts).astype(np.int32))
         return first if first.any() else None
 
     def pairs(self) -> float:
         """Return the number of allowed pairs, over the batch; half of all if merely causal."""
-        valid = self.each_length() if self.lengths else np.full(self.B, self.T)
-        if self.window is None and self.documents is None:
-            keys = valid.astype(np.int64) if self.lengths else self.S
+        lengths, ids = self.each_length(), self.segment_ids()
+        valid = np.full(self.B, self.T) if lengths is None else lengths
+        if self.window is None and ids is None:
+            keys = self.S if lengths is None else lengths.astype(np.int64)
             pairs = float((valid * keys).sum())
             if self.option == "mask array":
                 pairs = self.B * float(self.arrays()["mask"].sum())
@@ -189,8 +190,9 @@ class Shape:
             first = self.first_keys()
             visible = i + 1 if first is None else i + 1 - first
             return float(np.where(i < valid[:, None], visible, 0).sum())
-        rows = zip(self.segment_ids(), valid, strict=True)
-        return float(sum((np.bincount(ids[:n]).astype(np.int64) ** 2).sum() for ids, n in rows))
+        assert ids is not None  # no row has a window that is not causal
+        rows = zip(ids, valid, strict=True)
+        return float(sum((np.bincount(row[:n]).astype(np.int64) ** 2).sum() for row, n in rows))
 
     def flops(self, direction: str) -> float:
         """Return the floating-point operations by which a pass is rated."""
@@ -307,6 +309,7 @@ _ROWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 
 def _shape(case: str, S: int, fields: dict[str, Any]) -> Shape:
     heads = fields.get("N", WIDTH // fields["D"])
+    absent: dict[str, Any]
     absent = dict(T=S, B=max(1, TOKENS // S), N=heads, K=heads, causal="causal" in case.split())
     return Shape(case, S=S, **absent | fields)
 

@@ -222,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [line for path in flags.records for line in records.read_lines(path)]
     make = functools.partial(copies, python=flags.python, limit=flags.limit)
     times = records.read_times(flags.times) if flags.times else {}
+    default = []
     if flags.records:
         with make(1, green={}) as [tree]:
             default = tree.tests()

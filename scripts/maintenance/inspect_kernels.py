@@ -111,8 +111,8 @@ def _kernels_in(path: pathlib.Path) -> dict[str, dict]:
     """Return the kernels in a file of --json."""
     try:
         content = json.loads(path.read_bytes())
-        kernels = content["kernels"] if isinstance(content["jax"], str) else None
-        if not all(isinstance(record, dict) for record in kernels.values()):
+        kernels, known = content["kernels"], isinstance(content["jax"], str)
+        if not known or not all(isinstance(record, dict) for record in kernels.values()):
             raise ValueError
         return kernels
     except (OSError, UnicodeError) as error:

@@ -178,6 +178,8 @@ def bad_mask_objects():
              "`kv_len` must be an int of at least 1; got NoneType None."),
         mask(lambda: BlockMask.from_topk(f32(1, 1, 1, 1), 1, kv_len=9), "from_topk for other keys",
              ValueError, "`BlockMask.kv_len` must be that of the call; got 9 and 7."),
+        mask(lambda: BlockMask.from_topk(f32(1, 1, 1, 4), 1, kv_len=99), "from_topk of more blocks",
+             ValueError, "`scores` must have a key block for each 64 of 99 keys, 2 in all; got sh"),
         mask(lambda: BlockMask.from_topk(f32(1, 1, 3, 2), 1, block_q=2), "from_topk by blocks",
              ValueError, "(2, 6, 3, 1), its first two axes possibly 1; got (1, 1, 3, 2)."),
         # Errors of `from_mask` itself.

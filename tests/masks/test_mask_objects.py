@@ -343,25 +343,30 @@ def largest(scores, k):
     return some
 
 
-@pytest.mark.parametrize("k", [1, 4, 9, 30])
+@pytest.mark.parametrize("k", [1, 4, 9, 2**31])
 def test_from_topk_takes_the_first_of_equal_scores(k):
     """Small integers are often equal, and bfloat16 has them."""
     rng = random(k)
     scores = rng.integers(-2, 3, (2, 3, 7, 9)).astype(np.float32)
     for number in (-0.0, -np.inf, np.inf, np.nan):
         scores[rng.random(scores.shape) < 0.12] = number
-    for x in (scores, jnp.asarray(scores, jnp.bfloat16)):
+    for x in (scores, *(jnp.asarray(scores, dtype) for dtype in ("bfloat16", "float8_e5m2"))):
         np.testing.assert_array_equal(BlockMask.from_topk(x, k).some, largest(scores, k))
+    # Without infinities, which are NaN there.
+    finite = np.where(np.isinf(scores), np.nan, scores)
+    few = BlockMask.from_topk(jnp.asarray(finite, jnp.float8_e4m3fn), k)
+    np.testing.assert_array_equal(few.some, largest(finite, k))
     traced = jax.jit(lambda x: BlockMask.from_topk(x, k, kv_len=35, block_q=8, block_kv=4))(scores)
     np.testing.assert_array_equal(traced.some, largest(scores, k))
     assert (traced.block_q, traced.block_kv, traced.kv_len) == (8, 4, 35)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "int32", "uint32"])
 def test_from_topk_takes_blocks_that_were_chosen_before(dtype):
     """In any order, some twice, some outside; a ragged last block counts."""
-    numbers = random().integers(0 if dtype == "uint32" else -2, 12, (2, 3, 5, 4)).astype(dtype)
-    blocks = BlockMask.from_topk(numbers, kv_len=35, block_kv=4)
+    numbers = random().integers(0 if dtype == "uint32" else -2, 8, (2, 3, 5, 4))
+    numbers[0, 0] += 0 if dtype == "int4" else 4
+    blocks = BlockMask.from_topk(jnp.asarray(numbers, dtype), kv_len=35, block_kv=4)
     some = (numbers[..., None] == np.arange(9)).any(3)
     np.testing.assert_array_equal(blocks.some, some)
     kept = jnp.where(blocks.some, jnp.arange(9), -1)

@@ -2,7 +2,7 @@
 
 Copies (TMA) and matrix products (wgmma) run beside the threads there, and the warpgroups of a CTA
 are specialised: one is the producer, which copies the tiles that stream, the others are consumers,
-which compute. Consumers of the backward copy their own keys and values. Pallas calls this way of
+which compute. Most consumers of the backward copy what is their own. Pallas calls this way of
 writing kernels Mosaic GPU.
 """
 

@@ -344,7 +344,7 @@ def store_tile(tile, ref, at):
 
 
 class InnerTiles:
-    """The inner tiles of a CTA, for one head after another; tile j has the CTA's j-th step.
+    """The inner tiles of a CTA, for one head after another; step j of the CTA has tile j.
 
     Args:
         config: of the kernel.

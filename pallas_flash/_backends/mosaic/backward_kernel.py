@@ -8,7 +8,7 @@
     dq  += ds_t.T @ k                   times scale once, in the end     [block_q, H]
 
 dk and dv stay in registers. dq is added to float32 in device memory by atomic adds, in no order:
-two runs differ by the rounding of sums. So do dk and dv where several CTAs share a K/V tile
+two runs differ by the rounding of sums. So are dk and dv where several CTAs share a K/V tile
 (`backward_splits`). Registers of a CTA hold 128 x 256 sums and one step; a larger H + V (of padded
 head dims) takes two CTAs or two launches. `Grads` says which gradients a launch computes:
 

@@ -2,7 +2,8 @@
 
 A CTA has warpgroups of 128 threads. Consumer warpgroups compute; one producer warpgroup starts the
 copies (TMA) of what streams past them to the stages of pipelines in shared memory, see `pipeline`.
-In the backward each consumer copies its own part of the outer tile.
+In the backward consumers copy their part of the outer tile, except in clusters and, for keys, with
+valid lengths.
 """
 
 import dataclasses
@@ -228,7 +229,7 @@ def launch(
         grid: names and lengths of its axes, the first varies fastest.
         warpgroups: warpgroups of a CTA.
         static: what the kernel knows at compile time.
-        sums: trees of arrays in device memory to which CTAs add.
+        sums: trees of arrays in device memory that CTAs update: sums, a counter.
         cluster_size: CTAs of a cluster.
         **parameters: of the compiler, beside `PARAMETERS`.
 

@@ -306,7 +306,7 @@ class ForwardConsumer(Consumer):
     # ---------------------------------------------------------------------------------- one block
 
     def block(self, j, *, partial: bool) -> Block:
-        """Return the j-th block of the stream; what must be read in device memory is, from here."""
+        """Return the j-th block of the stream, and start its reads of device memory."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
         shape = ptx.ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)

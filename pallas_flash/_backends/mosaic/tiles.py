@@ -1,7 +1,7 @@
 """The tiles of these kernels: the ones of a call, whether one fits, and which `tuning.tune` tries.
 
-The module of each kernel has its `default_tile`, by what was measured on an H200 (with prototypes),
-and its `check_tile`.
+The module of each launch has its `default_tile`, by what was measured on an H200 (with prototypes),
+and most have a `check_tile`.
 """
 
 import dataclasses

@@ -318,7 +318,7 @@ def make_spec(problem: Problem, tile, *, streamed: str, interpret: bool, groups:
     Returns:
         The spec; the extras, with the mask as the kernel evaluates it; and the table, None if every
         tile is full. The table has ranges int32 [1 or B, 1, tiles, 4] or lists [1 or B, 1 or N,
-        tiles, 2 + tiles], see `_problem.masks`. Where both sides are streamed it is int32 [1 or B,
+        tiles, 2 + tiles], see `_problem.blocks`. Where both sides are streamed it is int32 [1 or B,
         1 or N, query tiles, key tiles], positive where a tile is not empty.
     """
     q = Tiling(problem.q_len, block_for(problem.q_len, tile.block_q))

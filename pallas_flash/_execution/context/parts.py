@@ -1,7 +1,7 @@
 """A part of a problem is a problem: some consecutive queries and some consecutive keys.
 
-`part_of` cuts arrays by the letters of their axes (`_execution.partition.AXES`). Then it calls the
-method `restrict(part)` of every class, which shifts positions so that the part counts from 0.
+`part_of` cuts arrays by the letters of their axes (`_execution.partition.axes.AXES`). Then it calls
+the method `restrict(part)` of every class, which shifts positions so that the part counts from 0.
 Dropout and user's functions need indices of the whole call; their field `origin` says where the
 part begins.
 """
