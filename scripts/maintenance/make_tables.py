@@ -1,7 +1,7 @@
 """Writes what README and docs show of docs/results: tables and figures.
 
     python scripts/maintenance/make_tables.py          # after a measurement, or an edit of a marker
-    python scripts/maintenance/make_tables.py --check  # write nothing; fail where something would change
+    python scripts/maintenance/make_tables.py --check  # write nothing; fail if it would
 
 A table stands between two markers, of which the first names it:
 
