@@ -315,7 +315,7 @@ class SelfAttention(nnx.Module):
                 context_parallelism=self.context_parallelism,
                 **options,
             )
-        o = self._sown(results, batch) if isinstance(results, tuple) else results
+        o = self._sown(results, batch) if self.sow_max_logits else results
         return self.out(o).reshape(x.shape)
 
     @property
@@ -355,6 +355,12 @@ class SelfAttention(nnx.Module):
 
     def _sown(self, results, batch: Sequence[int]) -> Array:
         """Sow the largest scores, and return the output."""
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise ValueError(
+                "`attention` must return (output, largest scores) in a layer with "
+                f"`sow_max_logits`; got {type(results).__name__}. Take its argument "
+                "`return_max_logits` into account, or leave out `sow_max_logits`."
+            )
         o, max_logits = results
         self.sow(nnx.Intermediate, "max_logits", max_logits.reshape(*batch, -1))
         return o
@@ -536,7 +542,7 @@ def _head_sizes(
         head_dim = features // num_heads
     if head_dim < 1:
         raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
-    if rope_theta is not None and rope_theta <= 0:
+    if rope_theta is not None and not rope_theta > 0:
         raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
     if rope_theta is not None and head_dim % 2:
         raise ValueError(

@@ -113,6 +113,14 @@ ERRORS = {
         "head_dim": (lambda: self_attention(head_dim=0), "`head_dim` must be at least 1"),
         "odd head_dim": (lambda: self_attention(head_dim=7), "`head_dim` must be even"),
         "rope_theta": (lambda: self_attention(rope_theta=0.0), "`rope_theta` must be pos"),
+        "rope_theta of NaN": (
+            lambda: self_attention(rope_theta=jnp.nan),
+            "`rope_theta` must be pos",
+        ),
+        "attention without largest scores": (
+            lambda: self_attention(sow_max_logits=True, attention=lambda q, k, v, **_: q)(X),
+            r"`attention` must return \(output, largest scores\)",
+        ),
         "two rotary rules": (
             lambda: self_attention(rope_theta=500.0, rope=apply_rope),
             "`rope_theta` must be None with `rope`, .*; got 500.0",
