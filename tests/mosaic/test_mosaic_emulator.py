@@ -32,7 +32,7 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash._backends.mosaic import backward_dbias, forward_kernel, pairs, tiles
+from pallas_flash._backends.mosaic import backward_dbias, forward_kernel, pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 
 
@@ -40,7 +40,7 @@ def in_pairs(broken):
     """Where two programs share what they load."""
 
     def shared(patch):
-        patch.setattr(tiles, "_in_pairs", lambda p: True)
+        patch.setattr(forward_kernel, "_in_pairs", lambda p: True)
         broken(patch)
 
     return shared
