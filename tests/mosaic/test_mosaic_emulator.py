@@ -87,7 +87,7 @@ def with_keys_of_the_bias_moved(patch):
 
 
 def with_numbers_of_another_head(patch):
-    patch.setattr(pairs.BroadcastAxes, "at", lambda self, b, h: (0, 1 - h))
+    patch.setattr(pairs.BroadcastAxes, "index_of", lambda self, b, h: (0, 1 - h))
 
 
 # Masks of which tiles are copied, more than there are slots.
@@ -166,13 +166,13 @@ def without_the_last_step(patch):
 
 
 def with_tiles_moved(patch):
-    at = backward_dbias.Steps.at
+    place_of = backward_dbias.Steps.place_of
 
     def moved(self, j):
-        *others, kv_tile = at(self, j)
+        *others, kv_tile = place_of(self, j)
         return *others, 1 - kv_tile
 
-    patch.setattr(backward_dbias.Steps, "at", moved)
+    patch.setattr(backward_dbias.Steps, "place_of", moved)
 
 
 def on_one_core(broken):
