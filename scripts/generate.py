@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         "(what is before the prompt) and the newer half of its other tokens",
     )
     drawn = parser.add_argument_group(
-        "drawing", "Defaults are those of the folder's generation_config.json."
+        "drawing", "Defaults are in the folder's generation_config.json."
     )
     add = drawn.add_argument
     add("--temperature", type=float, metavar="T", help="0 takes the most likely token (else: 1)")

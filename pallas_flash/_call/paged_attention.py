@@ -135,7 +135,7 @@ def paged_attention(
 
 
 def _resolve(problem: PagedProblem, asked: str | None) -> str:
-    """Return who computes the call."""
+    """Return the implementation of the call."""
     why_not = limits.paged_limits(problem, asked)
     if asked is None:
         if why_not and device.target().nvidia:

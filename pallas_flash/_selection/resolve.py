@@ -198,7 +198,7 @@ class _Call:
                 self.with_tiles(PassPlan(name), (), tiles)
 
     def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
-        """Return who computes a pass by its tiles and why nobody else does; "" if no tile says."""
+        """Return a pass's implementation by its tiles, and why it is that; "" if no tile says."""
         if by := self.given.computed_by(attention_pass):
             return by, f'The call gives tile sizes, which are those of "{by}".'
         by = self.tuned.computed_by(attention_pass)
@@ -249,7 +249,7 @@ class _Call:
 
 
 def _forward(call: _Call) -> PassPlan:
-    """Return who computes the forward, which serves the whole call."""
+    """Return the implementation of the forward, which serves the whole call."""
     asked, refused = call.request.implementation, dict(call.limits)
     # Where no kernel is going to run, its language is not even looked for: importing it takes time.
     unserved = limits.interpreter_limits(call.problem, look_for_triton=asked == "interpret")
@@ -276,7 +276,7 @@ def _forward(call: _Call) -> PassPlan:
 
 
 def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
-    """Return who computes the forward by default, why, and why those that serve it, too, do not."""
+    """Return the forward's default implementation, why, and why others that serve it do not."""
     serving = [name for name in ("mosaic", "triton") if name not in call.limits]
     if not serving:
         return "xla", "the fastest that serves this call on this device.", {}
@@ -299,7 +299,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
 
 
 def _backward(call: _Call, forward: str) -> PassPlan:
-    """Return who computes the backward, if `forward` computes the forward."""
+    """Return the implementation of the backward, if `forward` computes the forward."""
     limit = limits.backward_limit(call.problem, forward)
     by, why_not = call.implementation_by_tiles("backward in order" if call.in_order else "backward")
     faster = not by and call.faster(backward=True)
@@ -330,7 +330,7 @@ def _continued(sentence: str) -> str:
 
 
 def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
-    """Return who computes a backward that gives the gradient of the bias, too."""
+    """Return the implementation of a backward that gives the gradient of the bias, too."""
     features, by = call.features, backward.implementation
     given = call.given.computed_by("backward")
     if call.problem.bias is None or call.request.implementation is not None or given:
@@ -350,7 +350,7 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
 
 
 def _tables(call: _Call, backward: str) -> PassPlan:
-    """Return who computes gradients of tables, if `backward` computes the other ones."""
+    """Return the implementation of gradients of tables, if `backward` computes the others."""
     scores = call.problem.scores
     if backward not in limits.KERNELS or (scores.slopes is None and not scores.operands):
         return PassPlan("xla")
@@ -379,7 +379,7 @@ def _tables(call: _Call, backward: str) -> PassPlan:
 
 
 def _tangents(call: _Call, forward: str) -> PassPlan:
-    """Return who computes tangents of queries, keys and values, if `forward` computes o."""
+    """Return the implementation of tangents of q, k and v, if `forward` computes o."""
     by = "triton" if forward == "mosaic" else forward
     return PassPlan(by if by in limits.KERNELS and call.has_backward(by) else "xla")
 
@@ -393,7 +393,7 @@ def _check_given(request: Request, forward: PassPlan, backward: Iterable[PassPla
         by = {x.implementation for x in ([forward] if kernel in FORWARD else backward)}
         if not any(sizes.for_backend(name).tile(kernel) for name in by):
             raise ValueError(
-                f"`config.{kernel}` must be a tile of who computes that pass, "
+                f"`config.{kernel}` must be a tile of that pass's implementation, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "
                 f'implementation={asked!r}. Give "mosaic" its tiles of pallas_flash.tuning, and '
                 "others a pallas_flash.tuning.Tile."

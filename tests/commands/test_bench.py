@@ -101,7 +101,7 @@ def test_pairs_are_the_allowed_pairs():
 
 
 def test_chosen_blocks_are_counted():
-    """They are those of its key head for each query head, and the own block is always one."""
+    """Query heads of a key head share them, and the own block is always one."""
     shape = Shape("chosen causal", 1, 640, 640, 4, 2, 8, causal=True, chosen=2)
     some = np.asarray(shape.arrays()["mask"].some)[0]
     assert (some.sum((1, 2)) == shapes.visited_blocks(640, 2)).all()

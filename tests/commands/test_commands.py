@@ -1,6 +1,6 @@
 """Every mistake that the commands of scripts/ can meet: one table, one sentence each.
 
-Tests of `python -m pallas_flash tune` are in test_tune_command.py, those of the trainers in
+Tests of `python -m pallas_flash tune` are in test_tune_command.py, and tests of the trainers in
 test_train_*.py.
 """
 

@@ -215,7 +215,7 @@ def test_a_record_goes_on(tmp_path):
 def test_the_choice_sees_all_at_the_least_cost():
     default = ["x::a", "x::b", "x::c", "x::p", "x::q", "x::r", "y::d", "z::e", "z::f", "u::g"]
     lines = [
-        # What a test sees that is chosen anyway needs no other.
+        # A fault that a cheap test sees needs no other.
         *(line("a", "u::g"), line("a", "u::h")),
         # The cheap one sees both faults; c alone sees three.
         *(line("1", "x::a", 9.0), line("1", "x::b"), line("2", "x::b")),

@@ -410,7 +410,7 @@ def test_help_shows_defaults(capsys):
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "most tokens of each text (default: 200)" in text
-    assert "Defaults are those of the folder" in text
+    assert "Defaults are in the folder" in text
 
 
 # --------------------------------------------------------------------------------- streamed text

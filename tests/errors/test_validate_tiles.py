@@ -136,7 +136,7 @@ def bad_implementations():
         id = f"tile sizes for {asked}"
         yield tiles(id, ValueError, said, lambda: triton, implementation=asked)
     for kernel, x in (("forward", tuning.ForwardTile()), ("backward", tuning.BackwardTile())):
-        said = f"`config.{kernel}` must be a tile of who computes that pass, 'interpret'; got "
+        said = f"`config.{kernel}` must be a tile of that pass's implementation, 'interpret'; got "
         id, make = f"{kernel} tile of mosaic for others", sizes_of(**{kernel: x})
         yield tiles(id, ValueError, said, make, implementation="interpret")
 
@@ -162,7 +162,7 @@ def too_large():
         yield on_hopper(f"{x} for {kernel} at {head_dim}", fragment, head_dim, **{kernel: x})
     yield on_hopper(
         "a tile of others for mosaic",
-        "`config.dkv` must be a tile of who computes that pass, 'mosaic'; got Tile(",
+        "`config.dkv` must be a tile of that pass's implementation, 'mosaic'; got Tile(",
         128,
         dkv=Tile(64, 64),
     )

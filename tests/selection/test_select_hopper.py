@@ -336,7 +336,7 @@ def plan_of(**options):
 
 
 def backwards(plan):
-    """Return who computes the backward without and with a gradient of the bias."""
+    """Return the backward's implementation without and with a gradient of the bias."""
     return plan.backward.implementation, plan.dbias.implementation
 
 
