@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_flash._jax.one_device import divided_alike
 from pallas_flash._problem.checks import array, describe
+from pallas_flash._problem.scores import LogSum
 
 
 def merge(
@@ -106,14 +107,14 @@ def _checked(pairs) -> list[list[jax.Array]]:
 @jax.custom_jvp
 def _joined(lses):
     """Return the LSE of all, and each one's share of the sum of weights."""
-    top = functools.reduce(jnp.maximum, lses)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = [jnp.exp(x - top) for x in lses]
-    total = functools.reduce(jnp.add, weights)
-    has_keys = total > 0
-    total = jnp.where(has_keys, total, 1)
-    lse = jnp.where(has_keys, top + jnp.log(total), -jnp.inf)
-    return lse, [weight / total for weight in weights]
+    # As m, since an LSE may be too large to keep what l_log2 adds.
+    keys = [lse != -jnp.inf for lse in lses]
+    sums = [
+        LogSum(jnp.where(has_keys, lse, 0), jnp.where(has_keys, 0.0, -jnp.inf).astype(lse.dtype))
+        for lse, has_keys in zip(lses, keys, strict=True)
+    ]
+    total, *shares = LogSum.joined(*sums)
+    return total.lse, shares
 
 
 @_joined.defjvp

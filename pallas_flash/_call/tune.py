@@ -183,11 +183,11 @@ def tune(
             "Leave it out for both."
         )
     problem = _problem((query, key, value), options)
-    gpu = tuned.gpu_here()
-    refused = limits.not_on_gpu(problem, device.target())
+    target = device.target()
+    gpu, refused = target.gpu_here, limits.not_on_gpu(problem, target)
     implementations = [name for name in ("triton", "mosaic") if name not in refused]
     if gpu is None or not implementations:
-        why = refused.get("triton") or f"The device is {device.target().description}."
+        why = refused.get("triton") or f"The device is {target.description}."
         raise NotImplementedError(
             f"tuning needs a GPU on which the kernels serve the call: {why[0].lower()}{why[1:]}"
         )

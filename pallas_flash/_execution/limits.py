@@ -32,9 +32,9 @@ MOSAIC_HEAD_DIM_UNIT = 8
 def not_on_gpu(problem: Problem, target: Target) -> dict[str, str]:
     """Return why "triton" and "mosaic" do not serve a problem on a device, by name."""
     limits = _problem_limits(problem)
-    device = _device_limits(target) or _jax_limits()
+    of_device = _device_limits(target) or _jax_limits()
     why = {
-        "triton": [*device, *limits, *_head_dim_limits(problem)],
+        "triton": [*of_device, *limits, *_head_dim_limits(problem)],
         "mosaic": _mosaic_device_limits(target) or [*limits, *_mosaic_limits(problem)],
     }
     # Asked last, because it takes time.

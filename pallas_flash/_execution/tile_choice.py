@@ -1,6 +1,6 @@
 """The tiles of a call: the ones that are asked for, and default ones of a backend for the rest."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from types import ModuleType
 
 from pallas_flash._jax import device
@@ -20,7 +20,7 @@ def completed(
     problem: Problem | None,
     f: CallFeatures,
     implementation: str,
-    kernels: Iterable[str] = KERNELS,
+    kernels: Collection[str] = KERNELS,
 ) -> TileSizes:
     """Return the tiles that are asked for, as they are, and default ones for the rest of `kernels`.
 

@@ -22,6 +22,11 @@ class Target(NamedTuple):
     capability: tuple[int, int] | None
     here: bool = True
 
+    @property
+    def gpu_here(self) -> str | None:
+        """The name of an NVIDIA GPU of this machine; None for another device."""
+        return self.description if self.nvidia and self.here else None
+
 
 def target() -> Target:
     """Return the GPU that the current abstract mesh describes, else JAX's default device."""

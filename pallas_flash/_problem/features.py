@@ -1,8 +1,7 @@
-"""The features of a call: the input of every rule, and the key of the tuning cache.
+"""The features of a call: the input of most rules, and the key of the tuning cache.
 
-`features_of(problem)` computes the features of a call once. Rules of
-selection, and of tiles of the forward, read `CallFeatures` and nothing else of a call, so that two
-calls with the same features are computed in the same way.
+`features_of(problem)` computes the features of a call once. The rules of `_selection.preferences`,
+and most rules of tiles, read `CallFeatures` and nothing else of a call.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ and in `_problem.masks`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,8 @@ class MaskArray(Scattered):
         return classes_of_array(self.pairs.array, q_tiles, kv_tiles)
 
 
-def _classes_of_array(array, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def classes_of_array(array, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
     """Return the classes of an array's blocks; axes that broadcast stay 1."""
     array = _not_folded(array)
 
@@ -50,9 +52,6 @@ def _classes_of_array(array, q_tiles: Tiling, kv_tiles: Tiling) -> BlockClasses:
         return reduction(x, axis=(3, 5))
 
     return BlockClasses(reduce(False, jnp.any), reduce(True, jnp.all))
-
-
-classes_of_array = jax.jit(_classes_of_array, static_argnums=(1, 2))
 
 
 def _not_folded(array):

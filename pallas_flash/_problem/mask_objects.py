@@ -112,10 +112,10 @@ class MaskObject(abc.ABC):
         return AnyOf((other, *_parts(AnyOf, self)))
 
     def __invert__(self) -> "MaskObject":
-        return Not(self)
+        return Not((self,))
 
     def __bool__(self):
-        got = "a joined mask" if isinstance(self, (Joined, Not)) else type(self).__name__
+        got = "a joined mask" if isinstance(self, Joined) else type(self).__name__
         raise TypeError(
             f"`mask` must be joined by `&`, `|` and `~`; got {got} as a condition. Write `a & b`, "
             "not `a and b`, of which Python keeps one."
@@ -135,8 +135,9 @@ class MaskObject(abc.ABC):
         return False
 
 
+@leaf
 class Joined(MaskObject):
-    """Several masks, each an object or an array."""
+    """Masks, each an object or an array, and an operator."""
 
     parts: tuple[Any, ...]
 
@@ -151,8 +152,6 @@ class Joined(MaskObject):
 class AllOf(Joined):
     """The pairs that all masks allow."""
 
-    parts: tuple[Any, ...]
-
     def _fit(self, call):
         return tuple(leaf for part in self.parts for leaf in fitted(part, call))
 
@@ -161,29 +160,19 @@ class AllOf(Joined):
 class AnyOf(Joined):
     """The pairs that any of the masks allows."""
 
-    parts: tuple[Any, ...]
-
     def _fit(self, call):
         return (Either(tuple(Mask(fitted(part, call)) for part in self.parts)),)
 
 
 @leaf
-class Not(MaskObject):
-    """The pairs that a mask does not allow."""
-
-    part: Any
+class Not(Joined):
+    """The pairs that a mask, the only part, does not allow."""
 
     def __invert__(self):
-        return self.part
+        return self.parts[0]
 
     def _fit(self, call):
-        return (Complement(Mask(fitted(self.part, call))),)
-
-    def _sizes(self):
-        return sizes_of(self.part)
-
-    def _asks(self, axis):
-        return _asks(self.part, axis)
+        return (Complement(Mask(fitted(self.parts[0], call))),)
 
 
 def fitted(mask, call: Call) -> tuple[Leaf, ...]:

@@ -226,28 +226,26 @@ class LogSum(NamedTuple):
         lse = self.l_log2 * LN2
         return lse if self.m is None else self.m + lse
 
-    def joined(self, other: "LogSum") -> tuple["LogSum", Any, Any]:
-        """Return the `LogSum` of the scores of both, and each one's share of the sum of weights."""
-        m, mine, others = None, self.l_log2, other.l_log2
+    def joined(self, *others: "LogSum") -> tuple[Any, ...]:
+        """Return the `LogSum` of the scores of all, and each one's share of the sum of weights."""
+        parts = self, *others
+        m, sums = None, [x.l_log2 for x in parts]
         if self.m is not None:
-            highest = [jnp.where(x.l_log2 == -jnp.inf, -jnp.inf, x.m) for x in (self, other)]
-            m = jnp.maximum(*highest)
+            highest = [jnp.where(x.l_log2 == -jnp.inf, -jnp.inf, x.m) for x in parts]
+            m = functools.reduce(jnp.maximum, highest)
             m = jnp.where(m == -jnp.inf, 0, m)
-            mine, others = (
-                x.l_log2 + (high - m) * LOG2E
-                for x, high in zip((self, other), highest, strict=True)
-            )
-        top = jnp.maximum(mine, others)
+            sums = [x + (high - m) * LOG2E for x, high in zip(sums, highest, strict=True)]
+        top = functools.reduce(jnp.maximum, sums)
         top = jnp.where(top == -jnp.inf, 0, top)
-        weights = jnp.exp2(mine - top), jnp.exp2(others - top)
-        total = weights[0] + weights[1]
+        weights = [jnp.exp2(x - top) for x in sums]
+        total = functools.reduce(jnp.add, weights)
         has_keys = total > 0
         total = jnp.where(has_keys, total, 1)
         l_log2 = jnp.where(has_keys, top + jnp.log2(total), -jnp.inf)
         max_logits = self.max_logits
-        if max_logits is not None and other.max_logits is not None:
-            max_logits = jnp.maximum(max_logits, other.max_logits)
-        return LogSum(m, l_log2, max_logits), weights[0] / total, weights[1] / total
+        if None not in (have := [x.max_logits for x in parts]):
+            max_logits = functools.reduce(jnp.maximum, have)
+        return LogSum(m, l_log2, max_logits), *(weight / total for weight in weights)
 
     def in_one(self) -> "LogSum":
         """Return the same LSE with m folded into l_log2."""

@@ -315,9 +315,10 @@ Choose = Callable[[TileSizes | None], TileSizes]
 def fits(kernel: str, tile: Any, choose: Choose) -> bool:
     """Return whether a tile fits."""
     try:
-        return bool(choose(sizes_for(kernel, tile)))
+        choose(sizes_for(kernel, tile))
     except ValueError:
         return False
+    return True
 
 
 def check_shared_memory(kernel: str, tile, need: int, limit: int, head_dim: int) -> None:

@@ -10,7 +10,7 @@ that is here, else to the one that the rules of `_selection.preferences` name.
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pallas_flash._arguments.attention import check_implementation
@@ -23,7 +23,7 @@ from pallas_flash._problem import configurations, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, describe, serving
+from pallas_flash._problem.tile_sizes import FORWARD, OF_PASS, TileSizes, describe, serving
 from pallas_flash._selection import tuned
 from pallas_flash._selection.preferences import Measured, faster_by_mosaic
 
@@ -40,7 +40,8 @@ class Explanation:
         refused: why each of the others was not, by name.
         context_parallelism: the method, its `reason` and the others `refused`, where devices divide
             the sequence; else None.
-        tiles: for each kernel its implementation and its tile, in words.
+        tiles: for each kernel its implementation and its tile, in words; "tables" is the kernel for
+            gradients of slopes and operands.
     """
 
     implementation: str
@@ -187,15 +188,14 @@ class _Call:
         if not problem.symbolic:
             self.features = features_of(problem, capability=self.target.capability)
             self.given = serving(self.given, self.features.few_queries)
-            if self.target.nvidia and self.target.here:
-                gpu = self.target.description
+            if gpu := self.target.gpu_here:
                 self.tuned = tuned.lookup(self.features, gpu, self._check) or NO_TILES
 
     def _check(self, winner: TileSizes) -> None:
         """Raise ValueError if tiles of a winner do not fit on the GPU."""
+        assert self.features is not None
         for name in ("mosaic", "triton"):
-            if (tiles := winner.for_backend(name)).given:
-                self.with_tiles(PassPlan(name), (), tiles)
+            tile_choice.completed(winner.for_backend(name), self.problem, self.features, name, ())
 
     def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
         """Return a pass's implementation by its tiles, and why it is that; "" if no tile says."""
@@ -215,7 +215,7 @@ class _Call:
         return implementation not in self.limits and not limit(self.problem, implementation)
 
     def with_tiles(
-        self, plan: PassPlan, kernels: Iterable[str], asked: TileSizes | None = None
+        self, plan: PassPlan, kernels: Collection[str], asked: TileSizes | None = None
     ) -> PassPlan:
         """Return the plan of a pass with tiles of some kernels, if kernels compute it.
 
@@ -237,7 +237,7 @@ class _Call:
     def backward_with_tiles(self, plan: PassPlan) -> PassPlan:
         """Return the plan of a backward with its tiles."""
         if plan.implementation != "mosaic":
-            return self.with_tiles(plan, ("dkv", "dk", "dv", "dq"))
+            return self.with_tiles(plan, OF_PASS["backward in order"])
         # Two passes serve every call. Where tiles are given for these alone, they are wanted.
         deciding = self.given if self.given.computed_by("backward") else self.tuned
         two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
@@ -351,11 +351,8 @@ def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
 
 def _tables(call: _Call, backward: str) -> PassPlan:
     """Return the implementation of gradients of tables, if `backward` computes the others."""
-    scores = call.problem.scores
-    if backward not in limits.KERNELS or (scores.slopes is None and not scores.operands):
-        return PassPlan("xla")
-    reads = table_gradients.reads_of(scores)
-    if not reads:
+    kernels = backward in limits.KERNELS
+    if not (reads := table_gradients.reads_of(call.problem.scores) if kernels else ()):
         return PassPlan("xla")
 
     def other(name: str, why: str) -> PassPlan:
@@ -371,11 +368,9 @@ def _tables(call: _Call, backward: str) -> PassPlan:
         return other("xla", call.limits["triton"])
     if backward != "interpret" and (why := lowerable.reads_limit(call.problem)):
         return other("xla", why)
-    return (
-        other("triton", '"mosaic" has no kernel for it.')
-        if backward == "mosaic"
-        else PassPlan(backward)
-    )
+    if backward == "mosaic":
+        return other("triton", '"mosaic" has no kernel for it.')
+    return PassPlan(backward)
 
 
 def _tangents(call: _Call, forward: str) -> PassPlan:

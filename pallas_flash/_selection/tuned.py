@@ -28,7 +28,6 @@ from typing import Any
 
 import jax
 
-from pallas_flash._jax import device
 from pallas_flash._problem.features import CallFeatures, Option
 from pallas_flash._problem.tile_sizes import KERNELS, MOSAIC, OF_PASS, Tile, TileSizes, power_of_2
 
@@ -59,12 +58,6 @@ def file() -> Path | None:
     import platformdirs  # Late, because without a GPU it is not needed.
 
     return platformdirs.user_cache_path("pallas_flash") / "tiles.json"
-
-
-def gpu_here() -> str | None:
-    """Return the name of the GPU to compile for; None if it is described and not here."""
-    target = device.target()
-    return target.description if target.here else None
 
 
 def key(f: CallFeatures, gpu: str) -> str:

@@ -277,7 +277,7 @@ class SelfAttention(nnx.Module):
             )
         if not self._turns and positions is not None and where is None:
             raise ValueError(
-                "`positions` must be None when `rope_theta` is None, because nothing reads them; "
+                "`positions` must be None without `rope` and `rope_theta`, as nothing reads them; "
                 f"got positions.shape={positions.shape}. Leave them out, or pass reordered=True "
                 "for a mask that goes by them."
             )

@@ -133,7 +133,7 @@ ERRORS = {
         ),
         "positions without rope": (
             lambda: self_attention(rope_theta=None)(X, positions=jnp.arange(Q_LEN)),
-            "`positions` must be None when `rope_theta` is None",
+            "`positions` must be None without `rope` and `rope_theta`",
         ),
         "reordered without positions": (
             lambda: self_attention()(X, reordered=True),

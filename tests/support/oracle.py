@@ -77,7 +77,7 @@ def _seen_by(mask, shape, t, s):
         case "AnyOf":
             return functools.reduce(np.logical_or, (_seen_by(x, shape, t, s) for x in mask.parts))
         case "Not":
-            return ~_seen_by(mask.part, shape, t, s)
+            return ~_seen_by(mask.parts[0], shape, t, s)
         case "Chunked" | "BlockCausal" | "Dilated" | "SharedPrefix" | "Tree" | "Neighborhood":
             return _seen_by_name(mask, t, s)
         case "Predicate":

@@ -6,7 +6,7 @@ and most have a `check_tile`.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from pallas_flash._backends.mosaic import (
@@ -30,7 +30,7 @@ from pallas_flash._problem.tile_sizes import (
 )
 
 
-def default(p: Problem, f: CallFeatures, kernels: Iterable[str] = KERNELS) -> TileSizes:
+def default(p: Problem, f: CallFeatures, kernels: Collection[str] = KERNELS) -> TileSizes:
     """Return the tiles of some kernels; None for a kernel that does not serve the call."""
     if forward_wide.serves(p):
         forward = forward_wide.default_tile(p) if "forward" in kernels else None

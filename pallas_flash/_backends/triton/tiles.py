@@ -7,7 +7,7 @@ each 4 warps.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import CallFeatures, Option
@@ -166,7 +166,7 @@ DECODE_ROWS = {64: 64, 128: 64, 256: 32}
 DECODE_STAGE = 32 * 1024
 
 
-def default(p: Problem | None, f: CallFeatures, kernels: Iterable[str] = KERNELS) -> TileSizes:
+def default(p: Problem | None, f: CallFeatures, kernels: Collection[str] = KERNELS) -> TileSizes:
     """Return the tables' tiles of some kernels for a call, fitted to the GPU.
 
     Tiles that were not timed with bias or mask arrays have two stages at most if there are some, so
