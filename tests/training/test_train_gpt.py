@@ -73,7 +73,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", cases.default([7], [3, 7, 12]))
-def test_killed_run_resumes_to_the_same_bits(words, tmp_path, monkeypatch, step):
+def test_killed_run_resumes_to_the_same_bits(words, tmp_path, monkeypatch, capsys, step):
     whole = [*words[:-1], str(tmp_path / "whole")]
     main(whole)
     real = train_gpt.training_batch
@@ -86,7 +86,10 @@ def test_killed_run_resumes_to_the_same_bits(words, tmp_path, monkeypatch, step)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(train_gpt, "training_batch", training_batch)
         main(words)
+    capsys.readouterr()
     main(words)
+    # From the start it would come to the same bits, too.
+    assert ("resuming after step" in capsys.readouterr().out) == (step > 4)
     assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")
     weights = [tmp_path / x / "weights" / "model.safetensors" for x in ("run", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -70,7 +70,11 @@ def default_tile(p: Problem, *, in_order: bool) -> BackwardTile | None:
 
 
 def largest_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
-    """Return the tile with as many stages as fit, up to two, by the padded head dims."""
+    """Return the tile with as many stages as fit, up to two, by the padded head dims.
+
+    In clusters the count takes half of k's columns for each CTA; at 192 + 192 and 96 + 256 the
+    kernel divides them so that two stages would fit, and this says one.
+    """
     if all_columns(head_dim, value_dim):
         return BackwardTile(128)
     block_q, width = 64, head_dim + value_dim

@@ -481,7 +481,9 @@ def split_entries(entries, splits: int, scattered: bool):
 
 
 def split_schedule(entries, batch: int, heads: int):
-    """Return a static schedule of splits, [1 or batch, 1 or heads, splits, 4]: round robin.
+    """Return a static schedule of splits, int32 [CTAs, 1 + splits of a CTA, 7]: round robin.
+
+    Its first row has the number of splits of a CTA.
 
     Splits of a head are equal. The splits of all heads of a batch element, if they are many enough,
     fall to all SMs alike. To sort them by length would take XLA longer than it can gain.

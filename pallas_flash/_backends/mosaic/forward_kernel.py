@@ -225,11 +225,6 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
 class NarrowConfig(ForwardConfig):
     """The configuration of the kernel, known at compile time."""
 
-    @property
-    def large(self) -> bool:
-        """Whether m is natural, and apart from l in the end."""
-        return self.options.large
-
     def query_tile(self, warpgroup, i):
         """Return which of the i-th work tile's query tiles a warpgroup computes.
 
@@ -294,7 +289,7 @@ class ForwardConsumer(Consumer):
         visited, blocks = self.visited, self.work_tile.kv_blocks
         config = self.config
         max_logits = config.options.max_logits
-        state = initial_state(config.value_dim, large=config.large, max_logits=max_logits)
+        state = initial_state(config.value_dim, large=config.options.large, max_logits=max_logits)
         self.queries.consumer_wait(0)
         lax.fori_loop(jnp.int32(0), visited.start, self.skip, None)
         # A query tile may see no key at all.
@@ -336,7 +331,7 @@ class ForwardConsumer(Consumer):
         if block.partial:
             bits = self.read_mask(block.place)
             s = options.hide(s, h, *block.positions, bits=bits)
-        p, m, l, alpha = softmax(s, c, m, l, large=config.large)
+        p, m, l, alpha = softmax(s, c, m, l, large=config.options.large)
         if options.extras.dropout is not None:
             kept = options.kept(s.shape, h, self.first_row, block.first_key)
             p = ptx.where(kept, p, 0.0)
@@ -470,7 +465,7 @@ class ForwardConsumer(Consumer):
         """Store the output and the statistics through shared memory."""
         config, smem = self.config, self.smem
         b, h, first_row = self.work_tile.b, self.work_tile.h, self.first_row
-        statistics, weight = results_of_rows(self.options, h, m, l, large=config.large)
+        statistics, weight = results_of_rows(self.options, h, m, l, large=config.options.large)
         o = acc * common.along_rows(weight, acc.shape)
         parts = parts_of_output(o, smem.k.smem.dtype, self.o_refs)
         rows = pl.ds(first_row, ptx.ROWS)

@@ -42,7 +42,7 @@ from pallas_flash._backends.triton.decode_kernel import (
 from pallas_flash._backends.triton.forward_kernel import attend
 from pallas_flash._backends.triton.launch import kernel_arrays, launch, whole
 from pallas_flash._backends.triton.spec import KernelSpec, Rows
-from pallas_flash._backends.triton.tiles import BY_MATRIX_UNITS, DECODE_ROWS, DECODE_STAGE
+from pallas_flash._backends.triton.tiles import BY_MATRIX_UNITS, decode_tile
 from pallas_flash._jax import device, hardware
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles, Work, key_place
@@ -217,10 +217,10 @@ def launches_of(p: PagedProblem, capability) -> list[tuple[Tile, tuple[int, int 
     width = max(64, memory.padded(max(p.head_dim, p.value_dim)))
     rows = p.q_len * p.groups
     # Quantised keys have the same tiles, because conversions take the registers of more keys.
-    block_kv = DECODE_STAGE // (2 * width * p.dtype.itemsize)
-    most = DECODE_ROWS[width]
+    few = decode_tile(width, p.dtype.itemsize)
     uniform = p.tokens == p.batch * p.q_len
-    few = Tile(memory.block_for(rows if uniform else p.groups, most), block_kv, 4, 3)
+    most = memory.block_for(rows if uniform else p.groups, few.block_q)
+    few = dataclasses.replace(few, block_q=most)
     if rows <= few.block_q:
         return [(few, (0, None))]
     units = hardware.matrix_units(capability)

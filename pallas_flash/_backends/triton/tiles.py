@@ -185,8 +185,7 @@ def default(p: Problem | None, f: CallFeatures, kernels: Collection[str] = KERNE
     if hopper and not with_pairs:
         tiles |= _low_occupancy_tiles(f) | _tiles_of_kind(f)
     if f.decodes:
-        block_kv = DECODE_STAGE // (2 * math.prod(size))
-        tiles["decode"] = Tile(DECODE_ROWS[size[0]], block_kv, 4, 3)
+        tiles["decode"] = decode_tile(*size)
         del tiles["forward"]
     tiles = {kernel: tile for kernel, tile in tiles.items() if kernel in kernels}
     for kernel, tile in tiles.items():
@@ -223,6 +222,11 @@ def _fitted(kernel: str, tile: Tile, f: CallFeatures) -> Tile:
     while shared_bytes(kernel, tile, f) > limit and (smaller := _smaller(kernel, tile)) != tile:
         tile = smaller
     return tile
+
+
+def decode_tile(width: int, itemsize: int) -> Tile:
+    """Return the tile of decoding, by the padded head dim and the bytes of a number."""
+    return Tile(DECODE_ROWS[width], DECODE_STAGE // (2 * width * itemsize), 4, 3)
 
 
 def _smaller(kernel: str, tile: Tile) -> Tile:
