@@ -310,7 +310,6 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         *,
-        positions: Int[Array, "B T"] | None = None,
         order: Int32[Array, " T"] | None = None,
         segment_ids: Int32[Array, "B T"] | None = None,
         decode: bool = False,
@@ -320,8 +319,6 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: Texts; for `decode`, the tokens that follow those in the cache.
-            positions: Position of each token, for its embedding; masks go by the order of the
-                array. None counts from the cache's end, or from each document's start.
             order: The number in the text of each column of `tokens` and `segment_ids`, which then
                 lie in this order; `Layout.order` returns it. None is the order of the text.
             segment_ids: Document of each token of packed documents, which never see each other; a
@@ -336,11 +333,10 @@ class Decoder(nnx.Module):
         self._check(tokens, segment_ids, decode, lengths)
         if decode:
             where: dict[str, Any] = dict(decode=True, seq_lengths=lengths)
-            counted = self._cache().positions(tokens.shape[1])
+            positions = self._cache().positions(tokens.shape[1])
         else:
             where = dict(segment_ids=segment_ids)
-            counted = _count(tokens.shape[1], segment_ids, order)
-        positions = counted if positions is None else positions
+            positions = _count(tokens.shape[1], segment_ids, order)
         if order is not None:
             where |= dict(positions=order, reordered=True)
         elif self.config.rope is not None:

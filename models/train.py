@@ -13,8 +13,8 @@ through the dense reference, in float32, and stops if they differ. Results go to
 `--out-dir`; see `models/training/folder.py`.
 
 The same command resumes a run that was stopped or killed, at its last undamaged checkpoint and to
-the same bits: the only state is (step, parameters, optimizer), because batches and random keys are
-functions of (seed, step). On a GPU, XLA chooses kernels by timing them and may add in any order, so
+the same bits: the only state is (step, parameters, optimizer), because a batch is a function of
+(seed, step). On a GPU, XLA chooses kernels by timing them and may add in any order, so
 equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slower.
 
 `models/training/` has, in reading order, `loop.py` (updates, gradient check, the run),
@@ -22,6 +22,7 @@ equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slo
 `processes.py` (several processes, signals), `folder.py` and `files.py`, and `report.py` (speed).
 """
 
+import math
 import re
 import shlex
 import sys
@@ -90,10 +91,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     speed = "" if result.speed is None else f", {result.speed}"
     if processes.is_writer():
+        # Damaged metrics may have lost them.
+        loss, held_out, bits = (
+            math.nan if x is None else x
+            for x in (result.loss, result.val_loss, result.bits_per_byte)
+        )
         say(
             "done",
-            f"step {result.step}: loss {result.loss:.4f}, held out {result.val_loss:.4f} nats per "
-            f"token, {result.bits_per_byte:.3f} bits per byte{speed}; "
+            f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token, "
+            f"{bits:.3f} bits per byte{speed}; "
             f"{time.perf_counter() - start:.0f} s in all; text: python scripts/generate.py "
             f"{config.out_dir}",
         )

@@ -172,7 +172,7 @@ def count_before_prompt(flags: argparse.Namespace, source: Source, tokens) -> in
 
 
 def make_sampling(flags: argparse.Namespace, source: Source) -> Sampling:
-    """Return how tokens are drawn, by flags, or else by the run or folder."""
+    """Return how tokens are drawn, by flags, or else by the folder."""
     given = {name: getattr(flags, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     values: dict[str, Any] = {
         name: source.defaults.get(name) if x is None else x for name, x in given.items()

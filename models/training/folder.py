@@ -162,14 +162,15 @@ class RunFolder:
         )
 
     def _read_metrics(self, last_step: int):
-        """Read the lines up to a step; the file then has no others."""
-        path = self.path / METRICS
+        """Read the whole lines up to a step; the file then has no others."""
+        path, steps = self.path / METRICS, [0]
         for line in path.read_bytes().split(b"\n") if path.exists() else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                if json.loads(line)["step"] == len(self.metrics) + 1 <= last_step:
+                if steps[-1] < (step := json.loads(line)["step"]) <= last_step:
                     self.metrics.append(json.loads(line))
-        if len(self.metrics) < last_step:
-            warn(f"{METRICS} was damaged: it has no line for step {len(self.metrics) + 1}.")
+                    steps.append(step)
+        if missing := {*range(1, last_step + 1)} - {*steps}:
+            warn(f"{METRICS} was damaged: it has no line for step {min(missing)}.")
         write_file(path, json_lines(self.metrics))
 
     def _refuse_other_settings(self):

@@ -374,7 +374,8 @@ class Result:
 
     Attributes:
         step: Updates done, over all the sessions of the run.
-        loss: Training loss of the last update, in nats per token, in process 0.
+        loss: Training loss of the last update, in nats per token, in process 0; None if its line of
+            the metrics is lost.
         val_loss: Last loss on the held-out text; None without an evaluation.
         bits_per_byte: The same in bits for a byte of that text.
         gradient_error: Error of the gradient check; None without a check.
@@ -491,9 +492,10 @@ def train(config: TrainConfig) -> Result:
         save_weights(run, state, folder.path)
         lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
+        last = lines[-1] if lines and lines[-1]["step"] == int(state.step) else None
         return Result(
             step=int(state.step),
-            loss=lines[-1]["loss"] if lines else None,
+            loss=last["loss"] if last else None,
             val_loss=looks[-1] if looks else None,
             bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
             gradient_error=error,

@@ -245,7 +245,8 @@ def test_sizes_that_do_not_fit(changes, fragment):
 
 
 def model_sources():
-    return {p.name: ast.parse(p.read_text()) for p in Path(models.__file__).parent.glob("*.py")}
+    root = Path(models.__file__).parent
+    return {str(p.relative_to(root)): ast.parse(p.read_text()) for p in root.rglob("*.py")}
 
 
 def test_models_hold_no_attention_of_their_own():

@@ -106,7 +106,8 @@ def test_weight_decay_shrinks_matrices_alone(config):
 @pytest.mark.parametrize(("given", "left"), [(100.0, 1 / np.sqrt(10)), (0.01, 0.01)])
 def test_gradient_is_clipped_by_its_norm(config, given, left):
     """Adam forgets a gradient's scale, so its memory is what shows the clip."""
-    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(2), "c": jnp.zeros((2, 2))}
+    layers = {n: {"a": jnp.zeros((2, 2))} for n in range(2)}
+    params = {"layers": layers, "b": jnp.zeros(2)}
     optimizer, _ = loop.make_optimizer(config)
     gradient = jax.tree.map(lambda x: jnp.full(x.shape, given), params)
     _, state = optimizer.update(gradient, optimizer.init(params), params)
