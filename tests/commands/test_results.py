@@ -58,7 +58,7 @@ def test_numbers_in_sentences_are_those_of_the_results():
     sentences = [
         ("README", f"faster in the forward ({span('h200', 'forward', *fa3)})"),
         ("README", f"slower in the backward ({span('h200', 'backward', *fa3)})"),
-        ("README", f"reach {span('h200-triton', 'forward')} the speed of cuDNN in the forward"),
+        ("README", f"reached {span('h200-triton', 'forward')} the speed of cuDNN in the forward"),
         ("README", f"{span('h200-triton', 'backward')} in the backward"),
         (
             "README",
