@@ -187,7 +187,7 @@ class Scheduler:
 
     def plan(self) -> list[Part]:
         """Return what the next step computes, at most one part for each request."""
-        parts, left, preemptions = [], self._budget, self.preemptions
+        parts, left = [], self._budget
         for request in self.running:
             self._drop_unseen(request)
         # Requests may leave `running` meanwhile.
@@ -195,12 +195,11 @@ class Scheduler:
             if request.slot is not None and self._extend(request):
                 parts.append(self._part(request, 1))
                 left -= 1
+        # One at most, because others are admitted only where a step has room for them.
         for request in [x for x in self.running if x.missing > 1]:
-            if left:
-                parts.append(self._part(request, min(request.missing, left)))
-                left -= parts[-1].count
-        # What a request has just given back is for those before it.
-        return parts if self.preemptions > preemptions else parts + self._admit(left)
+            parts.append(self._part(request, min(request.missing, left)))
+            left -= parts[-1].count
+        return parts + self._admit(left)
 
     def took(self, request: Request, token: int) -> None:
         """Add a token that a step has drawn."""
@@ -210,6 +209,7 @@ class Scheduler:
     def _admit(self, left: int) -> list[Part]:
         """Return the parts of requests that wait no longer, of at most `left` tokens."""
         parts, size = [], self._page_size
+        # A request that has just lost its pages may have a token that the host does not know yet.
         while left and self._slots and self.waiting and not self.waiting[0].unread:
             request = self.waiting[0]
             length = len(request.tokens)
@@ -220,7 +220,7 @@ class Scheduler:
                 self._release(shared)
                 break
             request.pages = [*shared, *(self.pages.take() for _ in range(more))]
-            request.computed, request.named = len(shared) * size, len(shared)
+            request.computed = len(shared) * size
             request.slot = self._slots.pop()
             self.running.append(self.waiting.popleft())
             parts.append(self._part(request, min(request.missing, left), admitted=True))
@@ -238,7 +238,7 @@ class Scheduler:
         for number in range(request.named, whole):
             if (page := request.pages[number]) is not None:
                 self.pages.name(page, request.names(self._page_size, whole)[number])
-        request.named = max(request.named, whole)
+        request.named = whole
         assert request.slot is not None
         return Part(request, request.slot, start, count, draws, admitted)
 
