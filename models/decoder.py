@@ -405,7 +405,7 @@ class Decoder(nnx.Module):
         Args:
             pages: Number of pages.
             page_size: Tokens of a page.
-            dtype: Type of the pages; int8 and float8_e4m3fn are quantised. None is the activations'.
+            dtype: Type of the pages, quantised in int8 and float8_e4m3fn; None is the activations'.
 
         Raises:
             ValueError: A number is no size, or `dtype` is none of a cache.

@@ -336,6 +336,7 @@ class Structure(NamedTuple):
     params: Any
 
     def model(self, cache, params) -> Decoder:
+        """Return the model with these arrays."""
         trees = (self.cache, cache), (self.params, params)
         return nnx.merge(self.graphdef, *(jax.tree.unflatten(*x) for x in trees))
 

@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from models.chat import find_templates, render
@@ -141,6 +141,18 @@ class FromFolder:
         text = self.chat(texts[0], None if system is None else texts[1])
         # The template has the tokens that begin a text.
         return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of the system's and the user's message, as `encode_chat` does."""
+        roles = [x.get("role") for x in messages]
+        texts = [x.get("content") for x in messages]
+        if roles not in (["user"], ["system", "user"]) or not all(isinstance(x, str) for x in texts):
+            raise UserError(
+                "`messages` must be texts of user, or of system and user; got "
+                f"{', '.join(map(str, roles))}."
+            )
+        *system, prompt = texts
+        return self.encode_chat(prompt, system[0] if system else None)
 
     def special_name(self, text: str) -> str | None:
         """Return the name of a special token that a text has as letters; None without one."""

@@ -25,7 +25,7 @@ class Sampling(generation.Sampling):
     sample, so that neither other requests nor the size of a step change it.
 
     Attributes:
-        temperature: As in `models.generation.Sampling`, as are `top_k`, `top_p`, `min_p` and `seed`.
+        temperature, top_k, top_p, min_p, seed: As in `models.generation.Sampling`.
         max_tokens: Most tokens that are added; None is as many as fit.
         repetition_penalty: Divides the positive logits of tokens that the text has, and multiplies
             the negative ones; 1 changes nothing.

@@ -12,15 +12,20 @@ are there under the names of its tokens. It computes at least its last token, so
 writes into a page that another one has. Pages that nobody uses keep their names until they are
 needed, the one that was used least recently first.
 
-A step may be planned before the tokens of the step before are known to the host.
+A step may be planned before the tokens of the step before are known to the host, but not with
+tokens that are guessed.
 """
 
 import collections
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import numpy as np
+
+# Number of tokens that a guess goes by.
+GRAM = 3
 
 
 class Pages:
@@ -88,6 +93,7 @@ class Request:
         tokens: The tokens that the host knows: the prompt, then drawn ones.
         most: Number of tokens at which it ends.
         shares: Whether it takes pages of other requests.
+        guesses: Whether a step may compute tokens that are only guessed.
         unread: Number of tokens that are drawn, or are to be, but that the host does not know yet.
         computed: Number of tokens whose keys and values are in pages, or will be after the steps
             that are planned.
@@ -100,6 +106,7 @@ class Request:
     tokens: list[int]
     most: int
     shares: bool = True
+    guesses: bool = True
     unread: int = 0
     computed: int = 0
     pages: list[int | None] = dataclasses.field(default_factory=list)
@@ -107,6 +114,8 @@ class Request:
     named: int = 0
     dropped: int = 0
     _names: list[bytes] = dataclasses.field(default_factory=list)
+    _follows: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    _indexed: int = 0
 
     @property
     def missing(self) -> int:
@@ -123,6 +132,14 @@ class Request:
             self._names.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
         return self._names[:count]
 
+    def guess(self, count: int) -> list[int]:
+        """Return `count` tokens that would follow as they did the last time, or none."""
+        for n in range(max(self._indexed, GRAM), len(self.tokens)):
+            self._follows[tuple(self.tokens[n - GRAM : n])] = n
+        self._indexed = len(self.tokens)
+        first = self._follows.get(tuple(self.tokens[-GRAM:]))
+        return [] if first is None else list(islice(cycle(self.tokens[first:]), count))
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -135,6 +152,7 @@ class Part:
         count: Number of tokens.
         draws: Whether the step draws the token after them.
         admitted: Whether the request has come to this slot in this step.
+        draft: The last of the tokens, which are guessed.
     """
 
     request: Request
@@ -143,6 +161,7 @@ class Part:
     count: int
     draws: bool
     admitted: bool
+    draft: list[int] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
@@ -154,6 +173,7 @@ class Scheduler:
         slots: Most requests of a step.
         budget: Most tokens of a step, more than `slots`.
         left: Number of tokens before its own that a token sees; None for all.
+        drafts: Most tokens that are guessed for a request in a step.
 
     Attributes:
         pages: The pages.
@@ -163,15 +183,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, pages: int, page_size: int, slots: int, budget: int, left: int | None = None
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        budget: int,
+        left: int | None = None,
+        drafts: int = 0,
     ):
         self.pages = Pages(pages)
         self.running: list[Request] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.preemptions = 0
-        self._page_size, self._budget, self._left = page_size, budget, left
+        self._page_size, self._budget, self._left, self._drafts = page_size, budget, left, drafts
         self._slots = list(range(slots))[::-1]
-        # A few pages stay free for requests that decode, so that a new one is not sent away at once.
+        # Pages that stay free for requests that decode, so that a new one is not sent away at once.
         self._reserve = pages // 100
 
     def add(self, request: Request) -> None:
@@ -199,12 +225,19 @@ class Scheduler:
         for request in [x for x in self.running if x.missing > 1]:
             parts.append(self._part(request, min(request.missing, left)))
             left -= parts[-1].count
-        return parts + self._admit(left)
+        parts += self._admit(left)
+        if self._drafts and not any(part.count > 1 or part.admitted for part in parts):
+            parts = [self._with_draft(part) for part in parts]
+        return parts
 
     def took(self, request: Request, token: int) -> None:
         """Add a token that a step has drawn."""
         request.unread -= 1
         request.tokens.append(token)
+
+    def took_back(self, request: Request) -> None:
+        """Forget the guessed tokens that no step has drawn."""
+        request.computed, request.unread = len(request.tokens) - 1, 0
 
     def _admit(self, left: int) -> list[Part]:
         """Return the parts of requests that wait no longer, of at most `left` tokens."""
@@ -242,6 +275,22 @@ class Scheduler:
         assert request.slot is not None
         return Part(request, request.slot, start, count, draws, admitted)
 
+    def _with_draft(self, part: Part) -> Part:
+        """Return a part with guessed tokens, as many as there is room for."""
+        request, size = part.request, self._page_size
+        if not request.guesses:
+            return part
+        wanted = min(self._drafts, request.most - len(request.tokens) - 1)
+        draft = request.guess(wanted) if wanted > 0 else []
+        while draft and len(request.pages) * size < request.computed + len(draft):
+            if not self.pages.free:
+                draft = draft[: len(request.pages) * size - request.computed]
+                break
+            request.pages.append(self.pages.take())
+        request.computed += len(draft)
+        request.unread += len(draft)
+        return dataclasses.replace(part, count=1 + len(draft), draft=draft)
+
     def _extend(self, request: Request) -> bool:
         """Make sure that the next token has a page; return whether the request keeps its slot."""
         if request.computed < len(request.pages) * self._page_size:
@@ -268,6 +317,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Take a request's slot and pages."""
+        assert request.slot is not None
         self.running.remove(request)
         self._slots.append(request.slot)
         self._release(request.pages)

@@ -109,6 +109,31 @@ def test_small_caches_change_logits_little(dtype):
     np.testing.assert_allclose(found, right, atol=0.15)
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_guessed_tokens_change_no_answer(drafts):
+    """Texts that repeat themselves, drawn in all ways, with pages that do not suffice."""
+    sizes = dict(pages=20, max_tokens_per_step=32)
+    prompts = [x * 3 for x in PROMPTS[2:5]] + PROMPTS
+    each = [
+        Sampling(temperature, seed=n, max_tokens=30, repetition_penalty=1.3 if n == 1 else 1.0)
+        for n, temperature in enumerate([0, 0, 0.4, 0, 0.5, 0, 0.4, 0, 0.5])
+    ]
+    engine = engine_of(drafts=drafts, **sizes)
+    found, right = engine.run(prompts, each), engine_of(**sizes).run(prompts, each)
+    assert engine.preemptions > 1
+    assert [(x.tokens, x.end) for x in found] == [(x.tokens, x.end) for x in right]
+    for one, other in zip(found, right, strict=True):
+        np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-4)
+    assert engine.warm_up() == engine.programs <= 10
+    # One token, over and over: a step gives all that it guesses, and one more.
+    engine.submit([7], Sampling(temperature=0, max_tokens=40))
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    assert steps < 5 + 40 / (1 + drafts)
+
+
 # ----------------------------------------------------------------------------- ends
 
 
@@ -243,13 +268,16 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         (lambda: engine_of(page_size=2.0), "`page_size` must be an int of at least 1; got 2.0"),
         (
             lambda: engine_of(max_tokens_per_step=24),
-            "`max_tokens_per_step` must be a power of two above 4, the most requests; got 24",
+            "`max_tokens_per_step` must be a power of two above 4, what all requests decode in a "
+            "step; got 24",
         ),
-        (lambda: engine_of(max_requests=16), "a power of two above 16, the most requests; got 16"),
+        (lambda: engine_of(max_requests=16), "must be a power of two above 16, what all requests"),
+        (lambda: engine_of(drafts=4), "must be a power of two above 20, what all requests decode"),
+        (lambda: engine_of(drafts=-1), "`drafts` must be an int of at least 0; got -1"),
         (
             lambda: engine_of(cache_dtype="int4"),
             "`cache_dtype` must be None or one of float32, bfloat16, float16, int8, float8_e4m3fn; "
-            "got int4",
+            "got 'int4'",
         ),
         (lambda: Engine(None, **SIZES), "`model` must be a Decoder; got NoneType"),
         (lambda: engine_of().submit([]), "`prompt` must have a token in each text; got none"),
@@ -263,7 +291,7 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         (lambda: engine_of().submit("a"), "`prompt` must be tokens for an engine without"),
         (
             lambda: engine_of(tokenizer=Bytes()).submit([{"role": "user", "content": "a"}]),
-            "`prompt` must be no messages; got some without a chat template",
+            "`prompt` must be no messages without a chat template",
         ),
         (
             lambda: engine_of().submit([1], generation.Sampling()),
