@@ -145,8 +145,10 @@ class FromFolder:
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of the system's and the user's message, as `encode_chat` does."""
         roles = [x.get("role") for x in messages]
-        texts = [x.get("content") for x in messages]
-        if roles not in (["user"], ["system", "user"]) or not all(isinstance(x, str) for x in texts):
+        texts: list[Any] = [x.get("content") for x in messages]
+        if roles not in (["user"], ["system", "user"]) or not all(
+            isinstance(x, str) for x in texts
+        ):
             raise UserError(
                 "`messages` must be texts of user, or of system and user; got "
                 f"{', '.join(map(str, roles))}."
