@@ -390,9 +390,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: The texts are longer than the learned positions, or a number is no size.
         """
-        for name, size in (("batch", batch), ("length", length)):
-            if not isinstance(size, int | np.integer) or size < 1:
-                raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
+        _check_sizes(batch=batch, length=length)
         self._check_length("length", length)
         shape = batch, length, self.config.features
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
@@ -408,8 +406,10 @@ class Decoder(nnx.Module):
             dtype: Type of the pages, quantised in int8 and float8_e4m3fn; None is the activations'.
 
         Raises:
-            ValueError: A number is no size, or `dtype` is none of a cache.
+            TypeError: `dtype` is none of a cache.
+            ValueError: A number is no size.
         """
+        _check_sizes(pages=pages, page_size=page_size)
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for layer in self.layers:
             layer.attention.init_pages(pages, page_size, dtype, sharding=heads)
@@ -501,6 +501,12 @@ class Decoder(nnx.Module):
                 f"`{name}` must be no longer than the {self.config.context} learned positions; got "
                 f"{length}."
             )
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
 
 
 def _count(length: int, segment_ids, order) -> Int32[Array, "#B T"]:

@@ -210,13 +210,17 @@ class Engine:
         """Number of programs that are compiled."""
         return sum(program._cache_size() for program in self._made.values())
 
-    def warm_up(self) -> int:
-        """Compile all programs that requests may need, and return how many there are."""
-        for size in (None, *self._sizes):
-            for kind in KINDS:
+    def warm_up(self, sampling: Sampling | None = None) -> int:
+        """Compile the programs that requests may need, and return how many there are.
+
+        Args:
+            sampling: How all requests are continued, if they are alike; None is in any way.
+        """
+        for kind in KINDS if sampling is None else (sampling.kind,):
+            for size in (None, *self._sizes):
                 self._call(size, kind, self._slots.copy(), [])
-        for kind in KINDS if self._drafts else ():
-            self._call(self._size_of_drafts, kind, self._slots.copy(), [], every=True)
+            if self._drafts:
+                self._call(self._size_of_drafts, kind, self._slots.copy(), [], every=True)
         jax.block_until_ready(self._state)
         return self.programs
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from models.engine import Engine, Sampling
 from models.engine.sampling import LIMITED, Limits, draw
 from models.generation import Generation
 from models.tokens import Bytes
+from scripts.benchmarks import engine as benchmark
+from scripts.benchmarks import results
 
 GREEDY = Sampling(temperature=0, max_tokens=12)
 SIZES = dict(pages=24, page_size=4, max_requests=4, max_tokens_per_step=16)
@@ -327,3 +330,14 @@ def test_refused_request_leaves_nothing():
     engine.cancel(other)
     assert [x.end for x in engine.step()] == ["cancelled"]
     assert not engine.busy
+
+
+@pytest.mark.extended
+def test_benchmark_times_both(tmp_path, capsys):
+    words = "--model tiny --shorter 32 --requests 6 --slots 4 --dtype float32 --commit x --json"
+    benchmark.main([*words.split(), str(tmp_path / "lines")])
+    lines = results.load(tmp_path / "lines")
+    found = [(x["case"].split()[0], x["implementation"]) for x in lines]
+    assert found == list(itertools.product(("traffic", "decode"), ("engine", "generation")))
+    assert all(x["tokens_per_s"] > 0 for x in lines) and "share" in lines[2]
+    assert len(capsys.readouterr().out.splitlines()) == 7
