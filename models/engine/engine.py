@@ -19,9 +19,9 @@ from models.generation import Structure, check_tokens, take_apart
 from models.tokens import TextStream
 
 CACHE_DTYPES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"
-# Columns of a step's array of slots, before those of `Limits`: the token to compute, if it is the
-# only one and known, else -1; the number of tokens to compute, and of all so far; whether to draw
-# the next one; the page of the only token, if it is new, else -1.
+# Columns of a step's array of slots, before the columns of `Limits`: the token to compute, if it is
+# the only one and known, else -1; the number of tokens to compute, and of all so far; whether to
+# draw the next one; the page of the only token, if it is new, else -1.
 TOKEN, NEW, LENGTH, DRAWS, PAGE = range(5)
 FIELDS = 5 + len(Limits._fields)
 # Sizes of the programs that take prompts, each a quarter of the one before.
@@ -33,7 +33,7 @@ class Answer:
 
     Attributes:
         id: The number of the request.
-        sample: Number of the continuation among those of the request.
+        sample: The number of the continuation in its request.
         prompt: The tokens of the prompt.
         tokens: The new tokens.
         log_probabilities: The logarithm of the probability that the model gives to each new token,
@@ -112,7 +112,7 @@ class Engine:
 
     Args:
         model: The model. Its parameters are not copied.
-        tokenizer: For texts and messages, as in `models.tokens`; None takes tokens alone.
+        tokenizer: For texts and messages, as in `models.tokens`; by default, prompts are tokens.
         pages: Number of pages of the cache, for the tokens of all texts that are continued at once.
         page_size: Tokens of a page. Texts share whole pages.
         cache_dtype: Type of keys and values: float32, bfloat16, float16, or quantised int8 and
@@ -286,7 +286,7 @@ class Engine:
     def step(self) -> list[Answer]:
         """Compute a step, and return the answers with new tokens or an end.
 
-        They are those of the step before, which the device has computed meanwhile.
+        The tokens are of the step before, which the device has computed meanwhile.
         """
         parts = self._scheduler.plan()
         before, self._flying = self._flying, self._launch(parts) if parts else None
@@ -376,7 +376,7 @@ class Engine:
         Returns:
             The parts that draw, each with the place of its first token in what is drawn; and that.
         """
-        slots, kind, size, tokens, places = self._slots.copy(), GREEDY, None, [], []
+        slots, kind, size, tokens, places = self._slots.copy(), GREEDY, None, [], {}
         for part in sorted(parts, key=lambda part: part.slot):
             request, text, row = part.request, self._of_request[part.request], slots[part.slot]
             kind, end = max(kind, text.sampling.kind), part.start + part.count
@@ -389,9 +389,8 @@ class Engine:
             known = [*request.tokens[part.start : end], *part.draft]
             known += [-1 - part.slot] * (part.count - len(known))
             row[: PAGE + 1] = known[0], part.count, end, part.draws, new[-1] if new else -1
-            places.append(len(tokens))
+            places[part.slot] = len(tokens)
             tokens += known
-        parts = sorted(parts, key=lambda part: part.slot)
         every = any(part.draft for part in parts)
         if every:
             size = self._size_of_drafts
@@ -399,9 +398,8 @@ class Engine:
             size = next(size for size in self._sizes if size >= len(tokens))
         drawn = self._call(size, kind, slots, tokens, every=every)
         drawn.copy_to_host_async()
-        if not every:
-            places = [part.slot for part in parts]
-        return [x for x in zip(parts, places, strict=True) if x[0].draws], drawn
+        place = places.__getitem__ if every else int
+        return [(part, place(part.slot)) for part in parts if part.draws], drawn
 
     def _call(
         self, size: int | None, kind: int, slots: np.ndarray, new: list[int], *, every: bool = False
@@ -487,7 +485,7 @@ def _step(
         The state, and int32 [2, drawn]: the tokens, and the bits of the logarithms of their
         probabilities.
     """
-    cache, last, old_table, seen = state
+    cache, last, old_table, present = state
     count, columns = old_table.shape
     row, new, lengths = jnp.arange(count), slots[:, NEW], slots[:, LENGTH]
     if tokens is None:
@@ -504,14 +502,14 @@ def _step(
         ends = jnp.maximum(ends - 1, 0)
     if kind == LIMITED:
         # A text that begins has no token.
-        seen = seen & ((lengths > new) | (new == 0))[:, None]
-        seen = seen.at[slot, tokens].set(True, mode="drop")
+        present = present & ((lengths > new) | (new == 0))[:, None]
+        present = present.at[slot, tokens].set(True, mode="drop")
     model = structure.model(cache, params)
     stream = model.stream(inputs, decode=True, requests=requests)
-    limits, position, of_row = Limits.unpacked(slots[:, PAGE + 1 :]), lengths, seen
+    limits, position, of_row = Limits.unpacked(slots[:, PAGE + 1 :]), lengths, present
     if every:
         row = jnp.minimum(slot, count - 1)
-        limits, of_row = jax.tree.map(lambda x: x[row], (limits, seen))
+        limits, of_row = jax.tree.map(lambda x: x[row], (limits, present))
         position = lengths[row] - (ends[row] - jnp.arange(len(tokens)))
     else:
         stream = stream[ends]
@@ -520,7 +518,7 @@ def _step(
         last = jnp.where(slots[:, DRAWS] > 0, drawn, last)
     bits = jax.lax.bitcast_convert_type(log_probability, jnp.int32)
     cache = jax.tree.leaves(nnx.state(model, nnx.Cache))
-    return (cache, last, table, seen), jnp.stack([drawn, bits])
+    return (cache, last, table, present), jnp.stack([drawn, bits])
 
 
 def progress_bar(count: int, shown: bool) -> Any:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from models import generation
 from models.generation import HOTTEST, limited, tempered
 
-# What a step computes to draw its tokens; each has what the one before has. Where all requests take
-# the most likely token; where nothing limits them; and with limits and penalties.
+# Steps of three kinds: all requests take the most likely token; nothing limits what is drawn; or
+# there are limits and penalties. Each kind serves the requests of the kinds before.
 GREEDY, DRAWN, LIMITED = KINDS = range(3)
 
 
@@ -62,7 +62,7 @@ class Sampling(generation.Sampling):
 
     @property
     def kind(self) -> int:
-        """What a step must compute for it."""
+        """The kind of steps that it needs."""
         limits = self.top_k, self.top_p, self.min_p
         if self.repetition_penalty != 1 or (self.temperature > 0 and limits != (None,) * 3):
             return LIMITED
@@ -99,7 +99,7 @@ def draw(
     logits: Float[Array, "B vocab"],
     limits: Limits,
     position: Int32[Array, " B"],
-    seen: Bool[Array, "B vocab"],
+    present: Bool[Array, "B vocab"],
     kind: int,
 ) -> tuple[Int32[Array, " B"], Float[Array, " B"]]:
     """Return a token for each row, and the logarithm of the probability that the model gives it.
@@ -108,13 +108,15 @@ def draw(
         logits: The model's.
         limits: How each row is drawn.
         position: The number of the token in its text.
-        seen: Which tokens each text has; only LIMITED reads it.
+        present: The tokens that each text has; only LIMITED reads it.
         kind: The largest kind of the rows.
     """
     penal = logits
     if kind == LIMITED:
         penalty = limits.penalty[:, None]
-        penal = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        penal = jnp.where(
+            present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits
+        )
     tokens = jnp.argmax(penal, axis=-1).astype(jnp.int32)
     if kind > GREEDY:
 

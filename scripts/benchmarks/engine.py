@@ -107,7 +107,7 @@ def make_case(name: str, flags: argparse.Namespace, vocab_size: int) -> Case:
 
 @dataclasses.dataclass
 class Times:
-    """What was measured: seconds in all, until each first token, and of each step that decodes."""
+    """Seconds in all, until each first token, and of each step that decodes."""
 
     total: float
     first: list[float]

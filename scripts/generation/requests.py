@@ -145,8 +145,9 @@ def write_answers(
                 while engine.busy:
                     ended = [answer for answer in engine.step() if answer.end is not None]
                     for answer in ended:
-                        fields = dict(id=names[answer.id], sample=answer.sample, text=answer.text)
-                        fields |= dict(end=answer.end, tokens=len(answer.tokens))
+                        fields = {"id": names[answer.id], "sample": answer.sample}
+                        fields |= {"text": answer.text, "end": answer.end}
+                        fields["tokens"] = len(answer.tokens)
                         fields["log_probability"] = round(sum(answer.log_probabilities), 4)
                         file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                     file.flush()
