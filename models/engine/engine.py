@@ -99,17 +99,6 @@ class Engine:
     Each step computes a token of every text that is being continued, and beside them some tokens of
     new prompts. The device computes a step while the host reads the tokens of the step before.
 
-    Example:
-        >>> from flax import nnx
-        >>> from models import Decoder
-        >>> from models.config import gpt
-        >>> from models.engine import Engine, Sampling
-        >>> model = Decoder(gpt(features=32, context=64), rngs=nnx.Rngs(0))
-        >>> engine = Engine(model, pages=16, page_size=8, max_requests=4, max_tokens_per_step=16)
-        >>> answers = engine.run([[1, 2, 3], [4, 5]], Sampling(max_tokens=5))
-        >>> [len(answer.tokens) for answer in answers]
-        [5, 5]
-
     Args:
         model: The model. Its parameters are not copied.
         tokenizer: For texts and messages, as in `models.tokens`; by default, prompts are tokens.
@@ -316,6 +305,8 @@ class Engine:
         """
         if self.busy:
             raise ValueError("`run` needs an engine without requests; step until it has none.")
+        if isinstance(prompts, str):
+            raise ValueError("`prompts` must be a list of prompts; got a text: put it into a list.")
         prompts = list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling()] * len(prompts)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
@@ -138,6 +139,7 @@ def write_answers(
             drafts=flags.drafts,
         )
         names = {engine.submit(line.tokens, line.sampling): line.id for line in lines}
+        start, tokens = time.perf_counter(), 0
         with _opened(flags.out) as file:
             count = sum(line.sampling.samples for line in lines)
             shown = file is not sys.stdout and sys.stderr.isatty()
@@ -149,11 +151,24 @@ def write_answers(
                         fields |= {"text": answer.text, "end": answer.end}
                         fields["tokens"] = len(answer.tokens)
                         fields["log_probability"] = round(sum(answer.log_probabilities), 4)
+                        tokens += len(answer.tokens)
                         file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                     file.flush()
                     bar.update(len(ended))
     except (ValueError, NotImplementedError) as error:
         raise UserError(message_with_flags(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            "the weights and the pages must fit the device's memory; got too many: share them by "
+            "--devices, or let --cache be int8."
+        ) from None
+    seconds = time.perf_counter() - start
+    say(
+        f"wrote {count} answers of {tokens} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} a "
+        "second), compiling included"
+    )
     if engine.preemptions:
         say(f"{engine.preemptions} texts were read again, because the memory had no more pages")
 

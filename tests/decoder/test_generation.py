@@ -245,8 +245,8 @@ def test_limits_hold_at_their_edges(logits, sampling, kept, dtype):
         (lambda: Sampling(min_p=0.0), "`min_p` must be above 0 and at most 1"),
         (lambda: Generation(make("llama"), [], 1), "`prompts` must have at least one text"),
         (lambda: Generation(make("llama"), [[1], []], 1), "got none in text 2"),
-        (lambda: Generation(make("llama"), [1, 2], 1), "for each text; got int64 () as text 1"),
-        (lambda: Generation(make("llama"), [[1], [1.5]], 1), "got float64 (1,) as text 2"),
+        (lambda: Generation(make("llama"), [1, 2], 1), "for each text; got int64 () in text 1"),
+        (lambda: Generation(make("llama"), [[1], [1.5]], 1), "got float64 (1,) in text 2"),
         (lambda: Generation(make("llama"), [[1, 31]], 1), "from 0 to 30; got 1 to 31 in text 1"),
         (
             lambda: Generation(make("llama"), [[1] * 32, [1] * 33], 1),

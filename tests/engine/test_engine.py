@@ -302,6 +302,8 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         ),
         (lambda: engine_of().submit([1], Sampling(stop=["a"])), "`stop` needs an engine with"),
         (lambda: engine_of().run([[1]], [GREEDY] * 2), "or one for each; got 2"),
+        (lambda: engine_of().run("a"), "`prompts` must be a list of prompts; got a text"),
+        (lambda: engine_of().run([1, 2]), "`prompt` must be a list of ints for each text; got int"),
         (lambda: engine_of().run([[1]], GREEDY)[0].text, "`text` needs an engine with a tokeniz"),
         (lambda: engine_of().cancel(0), "`id` must be a number that `submit` has returned; got 0"),
         (lambda: engine_of().set_model(make("llama", vocab_size=30)), "`model` must have the"),
