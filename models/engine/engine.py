@@ -487,7 +487,8 @@ def _step(
         inputs, requests, ends = tokens[:, None], (lengths, table), (row, 0)
     else:
         ends = jnp.cumsum(new)
-        slot = jnp.searchsorted(ends, jnp.arange(len(tokens)), side="right")
+        numbers = jnp.arange(len(tokens))
+        slot = jnp.searchsorted(ends, numbers, side="right", method="compare_all")
         inputs = tokens = jnp.where(tokens < 0, last[-1 - tokens], tokens)
         requests = lengths, table, jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
         ends = jnp.maximum(ends - 1, 0)

@@ -19,8 +19,8 @@ from models.engine.engine import progress_bar
 from scripts.command import UserError, why
 from scripts.generation.source import Source, message_with_flags
 
-# Tokens of a page, and most texts that are continued at once.
-PAGE_SIZE, MAX_REQUESTS = 64, 64
+# Tokens of a page; most texts that are continued at once, and tokens that a step computes.
+PAGE_SIZE, MAX_REQUESTS, MAX_TOKENS = 64, 64, 2048
 # The share of the device's free memory that pages may take.
 SHARE = 0.8
 FIELDS = {x.name for x in dataclasses.fields(Sampling)}
@@ -127,21 +127,23 @@ def write_answers(
     Raises:
         UserError: A request does not fit the model or the memory, or the file cannot be written.
     """
-    config = source.model.config
+    count = sum(line.sampling.samples for line in lines)
+    slots = min(MAX_REQUESTS, count)
+    decoded = slots * (1 + max(flags.drafts, 0))
     try:
         engine = Engine(
             source.model,
             source.tokens,
-            pages=count_pages(config, lines, flags.cache),
+            pages=count_pages(source.model.config, lines, flags.cache),
             page_size=PAGE_SIZE,
             cache_dtype=flags.cache,
-            max_requests=MAX_REQUESTS,
+            max_requests=slots,
+            max_tokens_per_step=max(MAX_TOKENS, 1 << decoded.bit_length()),
             drafts=flags.drafts,
         )
         names = {engine.submit(line.tokens, line.sampling): line.id for line in lines}
         start, tokens = time.perf_counter(), 0
         with _opened(flags.out) as file:
-            count = sum(line.sampling.samples for line in lines)
             shown = file is not sys.stdout and sys.stderr.isatty()
             with progress_bar(count, shown) as bar:
                 while engine.busy:
