@@ -35,6 +35,7 @@ try:
     from models.training import processes
     from models.training.loop import train
     from models.training.processes import UserError, fail, say
+    from models.training.report import bits_of
     from models.training.settings import TrainConfig, config_from_flags, make_parser
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -92,14 +93,11 @@ def main(argv: list[str] | None = None) -> int:
     speed = "" if result.speed is None else f", {result.speed}"
     if processes.is_writer():
         # Damaged metrics may have lost them.
-        loss, held_out, bits = (
-            math.nan if x is None else x
-            for x in (result.loss, result.val_loss, result.bits_per_byte)
-        )
+        loss, held_out = (math.nan if x is None else x for x in (result.loss, result.val_loss))
         say(
             "done",
-            f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token, "
-            f"{bits:.3f} bits per byte{speed}; "
+            f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token"
+            f"{bits_of(result.bits_per_byte)}{speed}; "
             f"{time.perf_counter() - start:.0f} s in all; text: python scripts/generate.py "
             f"{config.out_dir}",
         )

@@ -1,6 +1,5 @@
 """Training: the model as functions, the gradient check, the update, the loop, the run."""
 
-import collections
 import dataclasses
 import functools
 import shutil
@@ -18,22 +17,25 @@ from tqdm import tqdm
 from models import Decoder, checkpoint
 from models.config import DecoderConfig
 from models.errors import UserError
-from models.loss import next_token_loss
+from models.loss import summed_loss
 from models.sharding import Layout
 from models.training import processes
+from models.training.conversations import load_conversations
 from models.training.files import END, TOKENIZER
 from models.training.folder import RunFolder
 from models.training.mesh import check_memory, make_layout
 from models.training.processes import is_writer, say, warn
-from models.training.report import Speed, describe, metric_lines, program_bytes, work_of
-from models.training.settings import TrainConfig, model_config
-from models.training.text import (
-    Text,
-    check_tokens,
-    held_out_batches,
-    load_text,
-    training_batch,
+from models.training.report import (
+    Speed,
+    Work,
+    bits_of,
+    describe,
+    metric_lines,
+    program_bytes,
+    work_of,
 )
+from models.training.settings import TrainConfig, model_config
+from models.training.text import Text, check_tokens, held_out_batches, load_text, training_batch
 
 # Largest relative error of a parameter's gradient, both sides in float32 with exact products. Only
 # the order of sums differs, which gives about 1e-6.
@@ -55,7 +57,13 @@ COPIED = (
 
 
 class TrainState(NamedTuple):
-    """The state of training."""
+    """The state of training.
+
+    Attributes:
+        step: Number of updates done.
+        params: The parameters that updates change.
+        opt_state: The optimizer's moments of them.
+    """
 
     step: jax.Array
     params: Any
@@ -63,12 +71,10 @@ class TrainState(NamedTuple):
 
 
 def model_functions(model: DecoderConfig, seed: int, layout: Layout):
-    """Return `init() -> params`, `loss_fn(params, batch) -> loss`, and the model without arrays.
+    """Return `init() -> params`, and `loss_fn(params, batch)`, which is `summed_loss`.
 
     `init` should run uncompiled: op by op, each of its few shapes compiles once. XLA for GPUs takes
     minutes for all random numbers of a large model as one program.
-
-    A batch has tokens, and the document of each; or tokens alone.
     """
     # The comparison with the reference must not depend on the division.
     shared = layout.mesh.size > 1 and model.implementation != "reference"
@@ -80,10 +86,10 @@ def model_functions(model: DecoderConfig, seed: int, layout: Layout):
     graphdef = nnx.graphdef(nnx.eval_shape(make))
 
     def loss_fn(params, batch):
-        tokens, documents = batch if isinstance(batch, tuple) else (batch, None)
-        return next_token_loss(nnx.merge(graphdef, params), tokens.astype(jnp.int32), documents)
+        batch = batch._replace(tokens=batch.tokens.astype(jnp.int32))
+        return summed_loss(nnx.merge(graphdef, params), *batch)
 
-    return lambda: nnx.to_pure_dict(nnx.state(make())), loss_fn, graphdef
+    return lambda: nnx.to_pure_dict(nnx.state(make())), loss_fn
 
 
 def first_params(config: TrainConfig, model: DecoderConfig, layout: Layout):
@@ -94,10 +100,8 @@ def first_params(config: TrainConfig, model: DecoderConfig, layout: Layout):
     """
     if config.init_from is None:
         return model_functions(model, config.seed, layout)[0]()
-    folder = checkpoint.weights_folder(Path(config.init_from))
-    assert folder is not None  # `model_config` has read its config.json
     try:
-        read = Decoder.from_pretrained(folder, layout=layout, param_dtype=model.param_dtype)
+        read = Decoder.from_pretrained(config.weights, layout=layout, param_dtype=model.param_dtype)
     except ValueError as error:
         said = str(error).replace("`folder`", "`init_from`").replace("`layout`", "`mesh`")
         raise UserError(said) from None
@@ -128,41 +132,20 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
         # Decay of a norm's scale does not regularise.
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )
-    return optax.chain(clip_by_global_norm(CLIP_NORM), adamw), schedule
-
-
-def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
-    """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
-
-    Optax sums each array with two kernels. Here one kernel adds up an array of all layers. Arrays
-    of one shape and different names are not added, because a mesh may divide them differently.
-    """
-
-    def update(updates, state, params=None):
-        del params
-        alike = collections.defaultdict(list)
-        for path, x in jax.tree.leaves_with_path(updates):
-            names = [str(key) for key in path if not isinstance(getattr(key, "key", None), int)]
-            alike[(*names, x.shape)].append(jnp.square(x))
-        norm = jnp.sqrt(sum(jnp.sum(sum(squares)) for squares in alike.values()))
-        factor = jnp.minimum(1.0, largest / norm)
-        return jax.tree.map(lambda x: x * factor, updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw), schedule
 
 
 def mean_gradient(loss_fn, params, batch):
     """Return loss and gradient over a batch, `[parts, microbatch, ...]`, one part at a time."""
 
     def add_part(total, part):
-        part = jax.value_and_grad(loss_fn)(params, part)
+        part = jax.value_and_grad(loss_fn, has_aux=True)(params, part)
         return jax.tree.map(jnp.add, total, part), None
 
-    # Parts have equal sizes, so the mean of their means is the mean over the batch.
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-    total, _ = jax.lax.scan(add_part, zeros, batch)
-    parts = len(jax.tree.leaves(batch)[0])
-    return jax.tree.map(lambda x: x / parts, total)
+    zeros = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
+    ((loss, count), gradient), _ = jax.lax.scan(add_part, zeros, batch)
+    # Parts may differ in the number of tokens that carry loss.
+    return loss / count, jax.tree.map(lambda x: x / count.astype(x.dtype), gradient)
 
 
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
@@ -191,7 +174,7 @@ def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
 
     Without parameters, the state begins with random ones.
     """
-    init, loss_fn, _ = model_functions(model, config.seed, layout)
+    init, loss_fn = model_functions(model, config.seed, layout)
     optimizer, schedule = make_optimizer(config)
 
     def begin(params):
@@ -218,7 +201,8 @@ def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
     def eval_step(params, batches):
-        return jnp.mean(jax.lax.map(functools.partial(loss_fn, params), batches))
+        losses, counts = jax.lax.map(functools.partial(loss_fn, params), batches)
+        return jnp.sum(losses) / jnp.sum(counts)
 
     return init_state, train_step, eval_step
 
@@ -244,16 +228,17 @@ def gradient_error(
     context = max(min(config.context, GRADIENT_CONTEXT) // whole, 1) * whole
     model = dataclasses.replace(model, dtype="float32", param_dtype="float32")
     check = dataclasses.replace(config, context=context, batch_size=max(2, shares), accumulation=1)
-    batch = training_batch(text.train, 0, check, layout, text.train_ends)
+    # All tokens carry loss, because the first ones of a long conversation may be no answer.
+    batch = training_batch(text, 1, check, layout)._replace(answers=None)
     params = first_params(config, model, layout)
     # A search for the fastest matrix products of a GPU is not worth its time for one run.
     quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
 
     def gradient(implementation):
         chosen = dataclasses.replace(model, implementation=implementation)
-        _, loss_fn, _ = model_functions(chosen, config.seed, layout)
+        _, loss_fn = model_functions(chosen, config.seed, layout)
         compiled = jax.jit(
-            lambda params, batch: jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batch)),
+            lambda params, batch: mean_gradient(loss_fn, params, batch)[1],
             out_shardings=layout.shardings(params),
             compiler_options=quick,
         )
@@ -312,8 +297,8 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
     config, layout, text = run.config, run.layout, run.text
     _, train_step, eval_step = make_steps(config, run.model, layout)
     first, start = int(state.step), time.perf_counter()
-    batch = training_batch(text.train, first + 1, config, layout, text.train_ends)
-    held_out = held_out_batches(text.held_out, config, layout, text.held_out_ends)
+    batch = training_batch(text, first + 1, config, layout)
+    held_out = held_out_batches(text, config, layout)
     say("compiling", "an update and an evaluation")
     # Compiled here, so that no step's time includes compilation.
     train_step = train_step.lower(state, batch).compile()
@@ -329,7 +314,7 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
     start = printed = time.perf_counter()
     with progress:
         for step in range(first + 1, config.steps + 1):
-            batch = training_batch(text.train, step, config, layout, text.train_ends)
+            batch = training_batch(text, step, config, layout)
             state, metrics = train_step(state, batch)
             pending.append(metrics)
             progress.update()
@@ -351,13 +336,13 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
             if is_writer() and (look or (due and progress.disable)):
                 more = f"{progress.format_interval((config.steps - step) * speed.ms / 1e3)} left"
                 if look:
-                    more = f"held out {val_loss:.4f} ({bits:.3f} bits per byte)"
+                    more = f"held out {val_loss:.4f}{bits_of(bits)}"
                 progress.write(f"step {step:6d}   loss {lines[-1]['loss']:.4f}   {more}   {speed}")
             if look or due:
                 printed = time.perf_counter()
             # The lines come first, so that a checkpoint has all the steps before it.
             folder.append(lines)
-            if save:
+            if save or (look and folder.best_step() == step):
                 folder.save(step, state)
             if stop:
                 break
@@ -368,8 +353,7 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
 # --------------------------------------------------------------------------------------- the run
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The result of a run.
 
     Attributes:
@@ -377,7 +361,7 @@ class Result:
         loss: Training loss of the last update, in nats per token, in process 0; None if its line of
             the metrics is lost.
         val_loss: Last loss on the held-out text; None without an evaluation.
-        bits_per_byte: The same in bits for a byte of that text.
+        bits_per_byte: The same in bits for a byte of that text; None for conversations, too.
         gradient_error: Error of the gradient check; None without a check.
         speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
             without an update.
@@ -400,7 +384,7 @@ class Run(NamedTuple):
     model: DecoderConfig
     layout: Layout
     text: Text
-    work: Any
+    work: Work
 
 
 def save_weights(run: Run, state: TrainState, out_dir: Path):
@@ -409,11 +393,9 @@ def save_weights(run: Run, state: TrainState, out_dir: Path):
     Tuned weights have the dtype of their folder.
     """
     config, model, dtype = run.config, run.model, run.model.param_dtype
-    source = Path(config.data or "") if run.text.prepared else None
-    names = (TOKENIZER, END)
+    source, names = run.text.tokens, (TOKENIZER, END)
     if config.init_from:
-        source, names = checkpoint.weights_folder(Path(config.init_from)), COPIED
-        assert source is not None  # `model_config` has read its config.json
+        source, names = config.weights, COPIED
         dtype = checkpoint.embedding_dtype(model, checkpoint.open_folder(source)[1])
 
     @functools.partial(jax.jit, out_shardings=run.layout.sharding())
@@ -451,32 +433,31 @@ def train(config: TrainConfig) -> Result:
     if config.dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
         config = dataclasses.replace(config, dtype=dtype)
-    text = load_text(config)
+    text = load_conversations(config) if config.conversations else load_text(config)
     # Products with a multiple of 64 are faster.
     model = model_config(config, vocab_size=-(-text.vocab_size // 64) * 64)
     check_tokens(config, text, model.vocab_size)
     layout, device = make_layout(config, model), jax.local_devices()[0]
     # Text and run folders may have other names on another machine.
-    paths = {"data": None, "out_dir": None, "init_from": None}
+    paths = dict.fromkeys(("data", "conversations", "out_dir", "init_from"))
     processes.check_same({**dataclasses.asdict(config), **paths, "text": text.sha256})
-    init_state, _, _ = make_steps(config, model, layout)
+    init_state = make_steps(config, model, layout)[0]
     shapes = jax.eval_shape(init_state).params
     check_memory(config, shapes, layout.mesh.shape, device)
     kind, count = device.device_kind, layout.mesh.size
     work = work_of(model, config.context, shapes, config.batch_size, kind, count)
     run = Run(config, model, layout, text, work)
-    describe(config, model, layout, work, text, shapes)
+    describe(run, shapes)
 
     with RunFolder(config, text.sha256) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
             error = check_gradients(config, model, text, layout)
-
-        def begin(read=first_params):
-            return init_state(read(config, model, layout))
-
-        state = folder.resume(begin, layout.shardings)
+        if folder.last_step:
+            state = folder.restore(folder.last_step, init_state, layout.shardings)
+        else:
+            state = init_state(first_params(config, model, layout))
         if finished:
             say(
                 "finished",
@@ -489,16 +470,20 @@ def train(config: TrainConfig) -> Result:
             with processes.stop_signals() as stopped:
                 state, speed = run_steps(run, folder, state, stopped)
         folder.plot()
+        step = int(state.step)
+        if (best := folder.best_whole_step()) != step:
+            del state  # a device may not hold two
+            state = folder.restore(best, init_state, layout.shardings)
         save_weights(run, state, folder.path)
         lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
-        last = lines[-1] if lines and lines[-1]["step"] == int(state.step) else None
+        last = lines[-1] if lines and lines[-1]["step"] == step else None
         return Result(
-            step=int(state.step),
+            step=step,
             loss=last["loss"] if last else None,
             val_loss=looks[-1] if looks else None,
             bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
             gradient_error=error,
             speed=speed,
-            interrupted=int(state.step) < config.steps,
+            interrupted=step < config.steps,
         )

@@ -72,6 +72,11 @@ def describe_mesh(config: TrainConfig, model: DecoderConfig, layout: Layout):
         say("", f"work is unequal: a multiple of {equal} as the context would make it equal")
 
 
+def count_of(params) -> int:
+    """Return the number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
 def check_memory(config: TrainConfig, params: Any, sizes, device):
     """Refuse a model whose parameters, gradient and AdamW moments a device cannot hold.
 
@@ -81,8 +86,7 @@ def check_memory(config: TrainConfig, params: Any, sizes, device):
         sizes: Number of devices on each axis of the mesh.
         device: One of the devices, a `jax.Device`.
     """
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    needed = 4 * jnp.dtype(config.param_dtype).itemsize * parameters
+    needed = 4 * jnp.dtype(config.param_dtype).itemsize * count_of(params)
     needed //= sizes["fsdp"] * sizes["tensor"]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
@@ -91,7 +95,7 @@ def check_memory(config: TrainConfig, params: Any, sizes, device):
     if limit is not None and needed > limit:
         raise UserError(
             f"`features` and the other sizes must fit the memory of the {device.platform}; got "
-            f"{parameters:,} parameters, which with optimizer and gradient need at least "
+            f"{count_of(params):,} parameters, which with optimizer and gradient need at least "
             f"{needed / 1e9:,.1f} of {limit / 1e9:,.1f} GB: choose a smaller model, or more "
             "devices on the axis fsdp of --mesh."
         )

@@ -256,9 +256,10 @@ RENDERED = {
 @pytest.mark.parametrize("template", RENDERED)
 def test_template_renders_as_in_transformers(template, changed):
     pytest.importorskip("jinja2")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hé\n"}]
     tokens = {"bos_token": None, "eos_token": {"content": "<end>"}, "add_bos_token": True}
     folder = changed(tokenizer_config={"chat_template": template, **tokens})
-    assert FromFolder(folder).chat("hé\n", "s") == RENDERED[template]
+    assert FromFolder(folder).chat(messages) == RENDERED[template]
 
 
 def test_template_files_come_before_the_settings(changed, refused):
@@ -271,7 +272,7 @@ def test_template_files_come_before_the_settings(changed, refused):
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
     assert "named default; got tool_use" in refused(folder, "--prompt", "a")
     (folder / "chat_template.jinja").write_text("«{{ eos_token }}»", encoding="utf-8")
-    assert FromFolder(folder).chat("a", None) == "«»"
+    assert FromFolder(folder).chat([]) == "«»"
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     assert "the chat templates of" in refused(folder, "--prompt", "a")
 
@@ -387,7 +388,7 @@ def test_broken_chat_template_is_named(changed, refused):
     assert "must be one that jinja2 renders" in refused(folder, "--prompt", "a")
     template = "{{ raise_exception('no') }}"
     (folder / "chat_template.jinja").write_text(template)
-    assert "the chat template must take the prompt; got 'no'" in refused(folder, "--prompt", "a")
+    assert "the chat template must take the messages; got 'no'" in refused(folder, "--prompt", "a")
     # A template is a program, which may fail in any way.
     for template in (
         "{{ 1 + 'a' }}",

@@ -56,7 +56,7 @@ def functions_of(config):
     """The loss of a run's model, and its parameters."""
     model = model_config(config, 0)
     loss_fn = loop.model_functions(model, config.seed, one_device())[1]
-    return loss_fn, loop.first_params(config, model, one_device())
+    return lambda *args: loss_fn(*args)[0], loop.first_params(config, model, one_device())
 
 
 # --------------------------------------------------------------------------------- packed documents
@@ -102,7 +102,7 @@ def test_packed_documents_do_not_see_each_other(family):
 @pytest.mark.parametrize("at_once", cases.default([5], [1, 4, 5]))
 def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning):
     text = load_text(tuning)
-    batch = training_batch(text.train, 1, tuning, one_device(), text.train_ends)
+    batch = training_batch(text, 1, tuning, one_device())
     batch = jax.tree.map(lambda x: x[0], batch)
     loss_fn, params = functions_of(tuning)
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
@@ -142,13 +142,11 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
     model = Decoder.from_pretrained(copy, dtype="float32")
     assert model.embedding.weight.dtype == jnp.bfloat16
     text = load_text(checked)
-    batch = held_out_batches(text.held_out, checked, one_device(), text.held_out_ends)
-    tuned = np.mean(
-        [next_token_loss(model, x.astype(jnp.int32), y) for x, y in zip(*batch, strict=True)]
-    )
+    tokens, numbers, _ = held_out_batches(text, checked, one_device())
+    pairs = zip(tokens.astype(jnp.int32), numbers, strict=True)
+    tuned = np.mean([next_token_loss(model, *pair) for pair in pairs])
     assert tuned == pytest.approx(result.val_loss, rel=1e-2)
-    size = text.prepared["bytes"]["held_out"]
-    bits = result.val_loss / np.log(2) * len(text.held_out) / size
+    bits = result.val_loss / np.log(2) * len(text.held_out.tokens) / text.bytes
     assert result.bits_per_byte == pytest.approx(bits)
     generate.main([checked.out_dir, "--prompt", "a fig", "--tokens", "3"])
     assert capsys.readouterr().out

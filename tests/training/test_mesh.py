@@ -38,7 +38,7 @@ from models.training.folder import RunFolder
 from models.training.loop import train
 from models.training.mesh import make_layout
 from models.training.settings import mesh_sizes
-from models.training.text import load_text, training_batch
+from models.training.text import Text, load_text, training_batch
 
 DEVICES = 8
 
@@ -122,9 +122,9 @@ def check_each_device_holds_its_part(config):
     assert int(state.step) == 0
     with RunFolder(config, "") as folder:
         folder.save(1, state)
-        read = folder.resume(init_state, layout.shardings)
+        read = folder.restore(1, init_state, layout.shardings)
         other = make_layout(dataclasses.replace(config, mesh="fsdp=4,tensor=2"), model)
-        moved = folder.resume(init_state, other.shardings)
+        moved = folder.restore(1, init_state, other.shardings)
     for some, parts in ((state, 4), (read, 4), (moved, 8)):
         leaves = jax.tree.leaves_with_path(some)
         matrices = [x for path, x in leaves if x.ndim > 1]
@@ -138,7 +138,7 @@ def check_each_device_holds_its_part(config):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
     # Weights are gathered, and never what is computed from the text.
-    batch = training_batch(load_text(config).train, 1, config, layout)
+    batch = training_batch(load_text(config), 1, config, layout)
     text = train_step.lower(state, batch).compile().as_text()
     gathered = re.findall(r" = \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     weights = {"8,16", "16,8", "4,16", "16,4", "16,32", "32,16", "16,256", "256,16"}
@@ -154,7 +154,7 @@ def check_attention_is_sent_once_with_remat(config):
         config = dataclasses.replace(config, **changed)
         layout = make_layout(config, model_of(config))
         init_state, train_step, _ = loop.make_steps(config, model_of(config), layout)
-        batch = training_batch(load_text(config).train, 1, config, layout)
+        batch = training_batch(load_text(config), 1, config, layout)
         lowered = train_step.lower(init_state(), batch)
         # XLA's partitioner has no part to lower anew for every layer.
         assert "CustomSPMDPartitioning" not in lowered.as_text()
@@ -169,18 +169,14 @@ def check_weights_are_tuned_as_on_one_device(config):
     """Packed documents give the same losses; the copy is whole, its parameters divided."""
     folder, read = Path(config.out_dir).parent, loop.load_text
     make("qwen2", vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "weights")
-    for name in ("tokenizer.json", "generation_config.json"):
-        (folder / name).write_text("{}")
 
     def load_text(config):
         text = read(dataclasses.replace(config, data=str(sys.argv[2])))
-        size, sides = {"held_out": len(text.held_out)}, (text.train, text.held_out)
-        train_ends, held_out_ends = (np.flatnonzero(x == ord(",")) + 1 for x in sides)
-        return text._replace(
-            prepared=dict(vocab_size=256, bytes=size, sha256=text.sha256),
-            train_ends=train_ends,
-            held_out_ends=held_out_ends,
+        sides = (
+            side._replace(ends=np.flatnonzero(side.tokens == ord(",")) + 1)
+            for side in (text.train, text.held_out)
         )
+        return Text(*sides, *text[2:])
 
     run = dataclasses.replace(
         config,
@@ -458,14 +454,14 @@ def test_mesh_axes_left_out_have_one_device():
         ("data=0", "must give axes of"),
         ("data=4,data=2", "must give axes of"),
         ("data=4", "must multiply to the number of devices; got data=4, which is 4, and 8 devices"),
-        ("auto", "batch_size / accumulation, 4, by data times fsdp; got data=8 (every device"),
+        (None, "batch_size / accumulation, 4, by data times fsdp; got data=8 (every device"),
         ("sequence=8", "must divide the run's context, 12, by sequence; got sequence=8, which"),
         ("data=2,tensor=4", "must divide the run's num_kv_heads, 2, by tensor; got"),
     ],
 )
 def test_mesh_that_does_not_fit_is_refused(mesh, fragment, capsys, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: DEVICES)
-    assert main([*flags(TINY), "--mesh", mesh]) == 2
+    assert main(flags(TINY, mesh=mesh)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.startswith("train: error: --mesh must ")
