@@ -379,7 +379,7 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
     if len(files) == 1:
         names = [WEIGHTS]
     for file, inside in zip(names, files, strict=True):
-        _write_file(folder / file, {name: stored[name] for name in inside}, leaves)
+        write_file(folder / file, {name: stored[name] for name in inside}, leaves)
     if len(files) > 1:
         index = {name: file for file, inside in zip(names, files, strict=True) for name in inside}
         total = {"total_size": sum(x.nbytes for x in leaves.values())}
@@ -391,7 +391,7 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):
+def write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):
     """Write a safetensors file, one tensor at a time."""
     letters = {dtype: name for name, dtype in DTYPES.items()}
     # The libraries that read such files ask which one wrote it, and know this answer.
