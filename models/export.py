@@ -99,15 +99,17 @@ def of_run(run: Path, settings: dict[str, Any], step: int):
     params = read_params(run, step)
     vocab_size = 1 if config.init_from else len(params["embedding"]["weight"])
     model = model_config(config, vocab_size)
+    dtype = dtype_of(config, model)
     if config.lora_rank:
         base = nnx.to_pure_dict(nnx.state(Decoder.from_pretrained(config.weights), nnx.Param))
-        params = lora.merged(model, jax.tree.map(np.asarray, base), params, config.alpha)
+        base = jax.tree.map(np.asarray, base)
+        params = lora.merged(model, base, params, config.alpha, dtype)
     source = run / "weights"
     if config.init_from:
         source = config.weights
     elif config.data and read_marked(Path(config.data) / TOKENS):
         source = Path(config.data)
-    return model, params, dtype_of(config, model), source
+    return model, params, dtype, source
 
 
 def of_folder(folder: Path, adapter: Path | None):
@@ -115,7 +117,8 @@ def of_folder(folder: Path, adapter: Path | None):
     model = Decoder.from_pretrained(folder)
     config, params = model.config, nnx.to_pure_dict(nnx.state(model, nnx.Param))
     if adapter is not None:
-        params = lora.merged(config, params, *lora.load(adapter, config, params))
+        added, alpha = lora.load(adapter, config, params)
+        params = lora.merged(config, params, added, alpha, config.param_dtype)
     return config, params, config.param_dtype, folder
 
 

@@ -95,14 +95,18 @@ def init(
     return adapter
 
 
-def merged(config: DecoderConfig, params: Any, adapter: Any, alpha: float) -> Any:
-    """Return the parameters with the adapter added, in the wider dtype of the two.
+def merged(
+    config: DecoderConfig, params: Any, adapter: Any, alpha: float, dtype: str | None = None
+) -> Any:
+    """Return the parameters with the adapter added.
 
     Args:
         config: The model's configuration.
         params: The model's parameters; they and the adapter may be arrays of NumPy.
         adapter: The adapter.
         alpha: Multiplies the products, over the rank.
+        dtype: Type of what is returned; None is that of each parameter, and the wider of the two of
+            a sum.
     """
     leaves, there, new = checkpoint.leaves_by_path(params), matrices(config, params), {}
     for name, x in adapter.items():
@@ -111,11 +115,13 @@ def merged(config: DecoderConfig, params: Any, adapter: Any, alpha: float) -> An
             update = scale * (x["b"] @ x["a"])
         for path in there[name].paths:
             size = len(leaves[path])
-            new[path] = leaves[path] + update[first : first + size]
+            total = leaves[path] + update[first : first + size]
+            new[path] = total if dtype is None else total.astype(dtype)
             first += size
 
     def choose(path, x):
-        return new.get(jax.tree_util.keystr(path, simple=True, separator="/"), x)
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        return new[path] if path in new else x if dtype is None else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(choose, params)
 

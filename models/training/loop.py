@@ -437,8 +437,7 @@ def save_weights(run: Run, state: TrainState, frozen: Any, out_dir: Path):
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
         say("adapter", f"of step {step} is in {folder}")
-        params = lora.merged(model, base, params, config.alpha)
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        params = lora.merged(model, base, params, config.alpha, dtype)
     folder = out_dir / "weights"
     copied = tokenizer_files(config.weights if config.init_from else run.text.tokens)
     for line in write_weights(folder, model, params, copied):
@@ -488,7 +487,8 @@ def train(config: TrainConfig) -> Result:
         if folder.last_step:
             state = folder.restore(folder.last_step, init_state, layout.shardings)
         elif tunes:
-            state = init_state(new_adapter(config, model, frozen))
+            # Arrays of NumPy, because JAX's would lie on a device of this process alone.
+            state = init_state(jax.device_get(new_adapter(config, model, frozen)))
         else:
             state = init_state(first_params(config, model, layout))
         if finished:
