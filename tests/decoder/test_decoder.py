@@ -347,6 +347,15 @@ def test_token_sees_the_window_in_each_layer():
     np.testing.assert_array_equal(np.flatnonzero(reached), [2, 3, 4, 5, 6])
 
 
+def test_layer_without_rope_ignores_order():
+    """What the last token sees has no order then."""
+    changed = TOKENS[:, [*range(9, -1, -1), 10]]
+    for marks, same in (([0], True), ([1], False)):
+        model = make("smollm3", num_hidden_layers=1, no_rope_layers=marks)
+        before, after = (logits_of(model, x)[:, -1] for x in (TOKENS, changed))
+        assert np.allclose(before, after, atol=2e-5) == same
+
+
 def families(*chosen):
     """By default some that have little in common: each compiles programs of its own."""
     return pytest.mark.parametrize("family", cases.default(chosen, FILES))
