@@ -387,10 +387,10 @@ class Run(NamedTuple):
     work: Work
 
 
-def save_weights(run: Run, state: TrainState, out_dir: Path):
+def save_weights(run: Run, params: Any, out_dir: Path, what: str):
     """Write the model in the layout of published weights, with its tokenizer; all processes call.
 
-    Tuned weights have the dtype of their folder.
+    Tuned weights have the dtype of their folder. `what` names the step.
     """
     config, model, dtype = run.config, run.model, run.model.param_dtype
     source, names = run.text.tokens, (TOKENIZER, END)
@@ -403,7 +403,7 @@ def save_weights(run: Run, state: TrainState, out_dir: Path):
         return x.astype(dtype)
 
     # One array after the other, because no device need hold them all.
-    params = jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), state.params)
+    params = jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), params)
     if not is_writer():
         return
     folder, new = out_dir / "weights", out_dir / ".weights.new"
@@ -417,7 +417,7 @@ def save_weights(run: Run, state: TrainState, out_dir: Path):
             shutil.copy(path, new)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
-    say("weights", f"of step {int(state.step)} are in {folder}, in {dtype}")
+    say("weights", f"of {what} are in {folder}, in {dtype}, for generate.py")
 
 
 def train(config: TrainConfig) -> Result:
@@ -471,10 +471,12 @@ def train(config: TrainConfig) -> Result:
                 state, speed = run_steps(run, folder, state, stopped)
         folder.plot()
         step = int(state.step)
-        if (best := folder.best_whole_step()) != step:
+        best = folder.best_whole_step()
+        if best != step:
             del state  # a device may not hold two
             state = folder.restore(best, init_state, layout.shardings)
-        save_weights(run, state, folder.path)
+        why = ", the lowest held-out loss," if best == folder.best_step() else ""
+        save_weights(run, state.params, folder.path, f"step {best}{why}")
         lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
         last = lines[-1] if lines and lines[-1]["step"] == step else None

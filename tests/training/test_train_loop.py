@@ -149,7 +149,9 @@ def test_steps_are_those_of_the_optimizer(config, corpus):
 
 def test_attention_that_does_not_serve_is_refused():
     config = dataclasses.replace(TINY, attention="triton")
-    with pytest.raises(UserError, match="`attention` must be one that serves the call; got 'triton'"):
+    with pytest.raises(
+        UserError, match="`attention` must be one that serves the call; got 'triton'"
+    ):
         explain_attention(config, model_of(config), one_device(), packed=False)
 
 
