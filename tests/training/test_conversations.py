@@ -264,7 +264,7 @@ def test_report_says_what_carries_loss(tuning, weights, capsys):
         == 3 * len("It is red.e") + 3 * len("It is blue.e") + 61 - len("|user|<>q<|assistant|>") - 1
     )
     assert "2 are longer than 61 tokens, and were cut there (the first is line 7)" in text.said
-    assert any(x.startswith("1 of them were left out, because no answer") for x in text.said)
+    assert any(x.startswith("1 were left out, because no answer begins in") for x in text.said)
     assert (
         len({load_conversations(dataclasses.replace(tuning, context=x)).sha256 for x in (50, 60)})
         == 2
@@ -408,8 +408,12 @@ def test_warnings_name_lines(tuning, with_template):
         CHATML.replace("<end>", "").replace("|>'", "|>\\n'").replace("t|>{", "t|>\n{")
     )
     said = load_conversations(dataclasses.replace(tuning, init_from=str(path))).said
+    assert not any("words the template changes" in x for x in said)
     assert any(x.startswith("1 have an answer that begins inside of a token") for x in said)
     assert any(x.startswith("7 have no stop token that carries loss") for x in said)
+    (path / "chat_template.jinja").write_text(CHATML.replace("(m.content or '')", "m.content[-1]"))
+    said = load_conversations(dataclasses.replace(tuning, init_from=str(path))).said
+    assert any(x.startswith("7 have an answer whose words the template changes") for x in said)
     content = json.loads(LINE) | {"id": 3}
     Path(tuning.conversations).write_text("\n".join(2 * [json.dumps(content)]))
     assert "fields that are not read: id" in load_conversations(tuning).said
