@@ -95,8 +95,10 @@ class Chat:
 
     def answers(
         self, messages: Sequence[Message], marks: tuple[str, str], **variables
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[tuple[int, int]], bool]:
         """Return the text of a conversation, and where its answers begin and end in it.
+
+        The last result is whether the template changes the words of an answer.
 
         An answer is what `{% generation %}` marks, in a template that has it. Else it is what the
         text has more, up to the answer, than the prompt for it. An answer of "weight" 0 is left
@@ -111,24 +113,22 @@ class Chat:
             UserError: As by a call; or the text of an answer is ambiguous.
         """
         numbers = [n for n, x in enumerate(messages) if x["role"] == "assistant"]
-        weighted = [messages[n].get("weight", 1) != 0 for n in numbers]
+        carry = [n for n in numbers if messages[n].get("weight", 1)]
         variables["strftime_now"] = DAY.strftime
-        text, *rest = re.split(
-            f"[{''.join(marks)}]", self(messages, False, answer_marks=marks, **variables)
-        )
+        text = self(messages, False, answer_marks=marks, **variables)
+        text, *marked = re.split(f"[{''.join(marks)}]", text)
         spans = []
-        for answer, between in zip(rest[::2], rest[1::2], strict=True):
+        for answer, between in zip(marked[::2], marked[1::2], strict=True):
             spans.append((len(text), len(text) + len(answer)))
             text += answer + between
-        if spans:
-            if len(spans) != len(numbers) and not all(weighted):
-                raise UserError(
-                    f'the chat template must mark each answer where one has the "weight" 0; got '
-                    f"{len(spans)} marks for {len(numbers)} answers."
-                )
-            pairs = zip(spans, weighted, strict=False)
-            return text, spans if all(weighted) else [span for span, x in pairs if x]
-        for n in [n for n, x in zip(numbers, weighted, strict=True) if x]:
+        if len(spans) == len(numbers):
+            spans = [span for span, n in zip(spans, numbers, strict=True) if n in carry]
+        elif spans and carry != numbers:
+            raise UserError(
+                f'the chat template must mark each answer where one has the "weight" 0; got '
+                f"{len(spans)} marks for {len(numbers)} answers."
+            )
+        for n in [] if marked else carry:
             before = self(messages[:n], **variables)
             with_answer = self(messages[: n + 1], False, **variables)
             if not with_answer.startswith(before):
@@ -143,7 +143,12 @@ class Chat:
                     "answer, and add a line that ends with it."
                 )
             spans.append((len(before), len(with_answer)))
-        return text, spans
+        changed = len(spans) == len(carry) and any(
+            (messages[n].get(field) or "").strip() not in text[begin:end]
+            for n, (begin, end) in zip(carry, spans, strict=True)
+            for field in ("content", "reasoning_content")
+        )
+        return text, spans, changed
 
 
 @functools.lru_cache

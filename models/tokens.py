@@ -143,21 +143,27 @@ class FromFolder:
 
     def encode_answers(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
-    ) -> tuple[list[int], np.ndarray, bool]:
-        """Return the tokens of a conversation, and whether each is of an answer.
+    ) -> tuple[list[int], np.ndarray, list[str]]:
+        """Return the tokens of a conversation, whether each is of an answer, and what is odd.
 
-        The last result is whether an answer begins inside of a token. See `Chat.answers`.
+        See `Chat.answers`.
         """
         assert self.chat is not None
         tokenizer, (messages, tools), marks = self._names_as_text((messages, tools))
-        text, spans = self.chat.answers(messages, marks, tools=tools)
+        text, spans, changed = self.chat.answers(messages, marks, tools=tools)
         encoded = tokenizer.encode(text, add_special_tokens=False)
         first, last = np.array(encoded.offsets, int).reshape(-1, 2).T
         answers, inside = np.zeros(len(first), bool), False
         for begin, end in spans:
             answers |= (begin < last) & (first < end)
             inside |= bool(((first < begin) & (begin < last) & (begin < end)).any())
-        return encoded.ids, answers, inside
+        odd = {
+            "have an answer whose words the template changes, as if it left thinking out": changed,
+            "have an answer that begins inside of a token, which carries loss": inside,
+            "have no stop token that carries loss, so that answers may not end": self.stop_tokens
+            and not np.isin(np.array(encoded.ids)[answers], self.stop_tokens).any(),
+        }
+        return encoded.ids, answers, [what for what, there in odd.items() if there]
 
     def special_name(self, text: str) -> str | None:
         """Return the name of a special token that a text has as letters; None without one."""

@@ -11,6 +11,7 @@ end. About a tenth of the conversations is held out, chosen by a hash.
 """
 
 import bisect
+import collections
 import hashlib
 import json
 from collections.abc import Sequence
@@ -142,7 +143,7 @@ def load_conversations(config: TrainConfig) -> Text:
             f"`conversations` must be a file; got {str(path)!r}: {why(error)}."
         ) from None
     length = config.context + 1
-    conversations, cut, lost, inside, endless, other = [], [], [], [], [], set()
+    conversations, notes, other = [], collections.defaultdict(list), set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -154,23 +155,20 @@ def load_conversations(config: TrainConfig) -> Text:
                 f'"..."}}, ...]}}; got {error} in line {number} of {str(path)!r}.'
             ) from None
         try:
-            tokens, answers, joined = words.encode_answers(messages, tools)
+            tokens, answers, odd = words.encode_answers(messages, tools)
         except UserError as error:
             raise UserError(f"line {number} of {str(path)!r}: {error}") from None
-        other.update(names)
-        if joined:
-            inside.append(number)
         conversation = np.stack([tokens, answers], 1).astype(np.int32)
         conversation[0, 1] = 0  # nothing predicts the first token
-        carried = conversation[conversation[:, 1] > 0, 0]
-        if words.stop_tokens and not np.isin(carried, words.stop_tokens).any():
-            endless.append(number)
         if len(conversation) > length:
-            cut.append(number)
+            odd.append(f"are longer than {length:,} tokens, and were cut there")
         if conversation[:length, 1].any():
             conversations.append((line.decode(), conversation[:length]))
         else:
-            lost.append(number)
+            odd.append("were left out, because no answer begins in these tokens")
+        for note in odd:
+            notes[note].append(number)
+        other.update(names)
     if len(conversations) < 2:
         raise UserError(
             f"`conversations` must be at least two with an answer in their first {length} tokens, "
@@ -184,13 +182,7 @@ def load_conversations(config: TrainConfig) -> Text:
         counts_of(sides[1], held_out, "held out"),
         f"{config.steps:,} updates of {config.batch_size:,} rows are {passes:,.1f} passes",
     ]
-    notes = {
-        f"are longer than {length:,} tokens, and were cut there": cut,
-        "of them were left out, because no answer begins before": lost,
-        "have an answer that begins inside of a token, which carries loss": inside,
-        "have no stop token that carries loss, so that answers may not end": endless,
-    }
-    said += [f"{len(x):,} {note} (the first is line {x[0]})" for note, x in notes.items() if x]
+    said += [f"{len(x):,} {note} (the first is line {x[0]})" for note, x in notes.items()]
     if other:
         said.append(f"fields that are not read: {', '.join(sorted(other))}")
     arrays = [x for side in (train, held_out) for x in side]

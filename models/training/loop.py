@@ -412,13 +412,14 @@ class Run(NamedTuple):
     work: Work
 
 
-def save_weights(run: Run, state: TrainState, frozen: Any, out_dir: Path):
+def save_weights(run: Run, params: Any, frozen: Any, out_dir: Path, what: str):
     """Write the model in the layout of published weights, with its tokenizer; all processes call.
 
-    Tuned weights have the dtype of their folder. An adapter has a folder of its own, too.
+    Tuned weights have the dtype of their folder. An adapter has a folder of its own, too. `what`
+    names the step.
     """
     config, model = run.config, run.model
-    dtype, step = dtype_of(config, model), int(state.step)
+    dtype = dtype_of(config, model)
 
     @functools.partial(jax.jit, out_shardings=run.layout.sharding())
     def whole(x):
@@ -426,7 +427,7 @@ def save_weights(run: Run, state: TrainState, frozen: Any, out_dir: Path):
 
     # One array after the other, because no device need hold them all.
     params, base = jax.tree.map(
-        lambda x: np.asarray(whole(x).addressable_data(0)), (state.params, frozen)
+        lambda x: np.asarray(whole(x).addressable_data(0)), (params, frozen)
     )
     if not is_writer():
         return
@@ -436,13 +437,13 @@ def save_weights(run: Run, state: TrainState, frozen: Any, out_dir: Path):
         lora.save(new, model, base, params, config.alpha, str(config.weights))
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
-        say("adapter", f"of step {step} is in {folder}")
+        say("adapter", f"of {what} is in {folder}")
         params = lora.merged(model, base, params, config.alpha, dtype)
     folder = out_dir / "weights"
     copied = tokenizer_files(config.weights if config.init_from else run.text.tokens)
     for line in write_weights(folder, model, params, copied):
         warn(line)
-    say("weights", f"of step {step} are in {folder}, in {dtype}")
+    say("weights", f"of {what} are in {folder}, in {dtype}, for generate.py")
 
 
 def train(config: TrainConfig) -> Result:
@@ -504,10 +505,12 @@ def train(config: TrainConfig) -> Result:
                 state, speed = run_steps(run, folder, state, frozen, stopped)
         folder.plot()
         step = int(state.step)
-        if (best := folder.best_whole_step()) != step:
+        best = folder.best_whole_step()
+        if best != step:
             del state  # a device may not hold two
             state = folder.restore(best, init_state, layout.shardings)
-        save_weights(run, state, frozen, folder.path)
+        why = ", the lowest held-out loss," if best == folder.best_step() else ""
+        save_weights(run, state.params, frozen, folder.path, f"step {best}{why}")
         lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
         last = lines[-1] if lines and lines[-1]["step"] == step else None

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from support import children
-from support.decoder_files import make
+from support.decoder_files import make, tokenizer_of_bytes
 from support.repository import ROOT, assert_none
 
 from models import Decoder
@@ -78,16 +78,10 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A folder with a tokenizer of bytes, whose 257th token ends a text."""
-    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("weights") / "model"
     make("llama", vocab_size=257, max_position_embeddings=128).save_pretrained(folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: n for n, letter in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_of_bytes(["<end>"]).save(str(folder / "tokenizer.json"))
     return folder
 
 

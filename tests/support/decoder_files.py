@@ -74,3 +74,16 @@ def make(family, dtype="float32", implementation="reference", seed=0, **changes)
         lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape, np.float32), x.dtype), shapes
     )
     return nnx.merge(graphdef, state)
+
+
+def tokenizer_of_bytes(special, merges=()):
+    """A tokenizer of the 256 bytes, of pairs of letters, and of special tokens."""
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: n for n, token in enumerate([*alphabet, *map("".join, merges)])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, list(merges)))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer

@@ -137,7 +137,7 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
     assert losses[-1] < losses[0] - 0.1
     copy = Path(checked.out_dir, "weights")
     said = capsys.readouterr()
-    assert f"of step 12 are in {copy}, in bfloat16" in said.out
+    assert f"of step 12, the lowest held-out loss, are in {copy}, in bfloat16" in said.out
     assert "the weights have no merges.txt, because" in said.err
     left_out = {"notes.json", "merges.txt"}
     assert {p.name for p in copy.iterdir()} == {p.name for p in folders[0].iterdir()} - left_out

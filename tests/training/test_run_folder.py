@@ -236,6 +236,22 @@ def test_last_checkpoint_stays_until_next_whole(config, monkeypatch, keep):
 # ------------------------------------------------------------------------------------------ metrics
 
 
+def test_lowest_held_out_loss_is_kept(config, capsys):
+    """Beside the newest; its damage is named, and the newest takes its place."""
+    with RunFolder(config, "text") as opened:
+        for step, loss in enumerate([5.0, 2.0, 4.0, 3.0, 2.0], 1):
+            opened.append([line_at(step) | {"val_loss": loss}])
+            opened.save(step, state_at(step))
+            assert opened.best_step() == opened.best_whole_step() == min(step, 2)
+    run = Path(config.out_dir)
+    assert steps_in(run) == [2, 4, 5]
+    garble_state(run, 2)
+    with RunFolder(config, "text") as opened:
+        assert not capsys.readouterr().err
+        assert (opened.best_step(), opened.best_whole_step()) == (2, 5)
+    assert "step 2, of the lowest held-out loss, is damaged (state/" in capsys.readouterr().err
+
+
 def test_damaged_metrics_are_named(run, config, capsys):
     lines = metrics_in(run).splitlines()
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:4], lines[4][:9], *lines[5:]]))
