@@ -8,7 +8,7 @@ begins at zero, so that the first loss is the model's. A loss of the adapter alo
 
     lambda adapter: loss(merged(config, params, adapter, alpha))
 
-Folders of adapters are those of the package peft: adapter_config.json, adapter_model.safetensors.
+The package peft reads and writes the same folders: adapter_config.json, adapter_model.safetensors.
 """
 
 import json
@@ -107,8 +107,8 @@ def merged(
         params: The model's parameters; they and the adapter may be arrays of NumPy.
         adapter: The adapter.
         alpha: Multiplies the products, over the rank.
-        dtype: Type of what is returned; None is that of each parameter, and the wider of the two of
-            a sum.
+        dtype: Type of what is returned. By default a sum has the wider of the two types, and other
+            parameters keep theirs.
     """
     leaves, there, new = checkpoint.leaves_by_path(params), matrices(config, params), {}
     for name, x in adapter.items():
