@@ -84,8 +84,8 @@ class RunFolder:
         self.path, self.last_step = Path(config.out_dir).absolute(), 0
         self.metrics: list[dict[str, Any]] = []
         self._checkpoints = self.path / CHECKPOINTS
-        self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash}
-        self._keep = config.keep_checkpoints
+        self._config = config
+        self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash, "weights": None}
         self._exit = contextlib.ExitStack()
 
     def __enter__(self):
@@ -130,6 +130,10 @@ class RunFolder:
                 else:
                     self._put_aside(folder, "unfinished", f"has no {CHECKSUMS}")
             last_step = 0
+            if self._config.lora_rank is not None:
+                # Checkpoints have the adapter, and not the weights that it tunes.
+                files = sorted(self._config.weights.glob("*.safetensors"))
+                self._settings["weights"] = [sha256_of(path) for path in files]
             if whole:
                 self._refuse_other_settings()
                 last_step = self._newest(whole)
@@ -246,7 +250,7 @@ class RunFolder:
                 write_checksums(self._checkpoints / str(step))
             # Not by orbax, which would remove the one before too early.
             best = self.best_step()
-            for old in sorted(self._manager.all_steps())[: -self._keep]:
+            for old in sorted(self._manager.all_steps())[: -self._config.keep_checkpoints]:
                 if old != best:
                     self._manager.delete(old)
         except Exception as error:  # Orbax and TensorStore raise many types when a write fails.

@@ -14,16 +14,15 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-from models import Decoder, checkpoint
+from models import Decoder, lora
 from models.config import DecoderConfig
 from models.errors import UserError
 from models.loss import summed_loss
 from models.sharding import Layout
 from models.training import processes
 from models.training.conversations import load_conversations
-from models.training.files import END, TOKENIZER
 from models.training.folder import RunFolder
-from models.training.mesh import check_memory, make_layout
+from models.training.mesh import check_memory, count_of, make_layout
 from models.training.processes import is_writer, say, warn
 from models.training.report import (
     Speed,
@@ -36,6 +35,7 @@ from models.training.report import (
 )
 from models.training.settings import TrainConfig, model_config
 from models.training.text import Text, check_tokens, held_out_batches, load_text, training_batch
+from models.training.weights import dtype_of, tokenizer_files, write_weights
 
 # Largest relative error of a parameter's gradient, both sides in float32 with exact products. Only
 # the order of sums differs, which gives about 1e-6.
@@ -47,13 +47,6 @@ LOG_SECONDS = 30
 # AdamW's decay rate of the gradient's square, the largest global norm of the gradient, and the
 # share of the peak learning rate at the end.
 BETA2, CLIP_NORM, FINAL_RATE = 0.95, 1.0, 0.1
-# Files that the weights of a run have of the folder that was tuned. No other file, because they are
-# published.
-COPIED = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", END),
-)
 
 
 class TrainState(NamedTuple):
@@ -106,6 +99,20 @@ def first_params(config: TrainConfig, model: DecoderConfig, layout: Layout):
         said = str(error).replace("`folder`", "`init_from`").replace("`layout`", "`mesh`")
         raise UserError(said) from None
     return nnx.to_pure_dict(nnx.state(read, nnx.Param))
+
+
+def new_adapter(config: TrainConfig, model: DecoderConfig, params: Any) -> Any:
+    """Return the adapter that a run begins with; of the parameters it needs the shapes.
+
+    Raises:
+        UserError: A target is no matrix of the model.
+    """
+    targets = None if config.lora_targets is None else config.lora_targets.split(",")
+    key = jax.random.key(config.seed)
+    try:
+        return lora.init(key, model, params, config.lora_rank or 0, targets)
+    except ValueError as error:
+        raise UserError(str(error).replace("`targets`", "`lora_targets`")) from None
 
 
 # --------------------------------------------------------------------------------------- updates
@@ -172,10 +179,21 @@ def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
 def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
     """Return `init_state(params)`, `train_step(state, batch)` and `eval_step(params, batches)`.
 
-    Without parameters, the state begins with random ones.
+    Without parameters, the state begins with random ones. The parameters of an adapter have those
+    that it tunes beside them: the last argument of both steps, which no update changes.
     """
-    init, loss_fn = model_functions(model, config.seed, layout)
+    init_model, model_loss = model_functions(model, config.seed, layout)
     optimizer, schedule = make_optimizer(config)
+
+    def init():
+        params = init_model()
+        return params if config.lora_rank is None else new_adapter(config, model, params)
+
+    def loss_with(frozen):
+        def loss_fn(adapter, batch):
+            return model_loss(lora.merged(model, frozen, adapter, config.alpha), batch)
+
+        return model_loss if frozen is None else loss_fn
 
     def begin(params):
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
@@ -192,16 +210,16 @@ def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
         out_shardings=(places, layout.sharding()),
         compiler_options=compiler_options(layout),
     )
-    def train_step(state, batch):
-        value, gradient = mean_gradient(loss_fn, state.params, batch)
+    def train_step(state, batch, frozen=None):
+        value, gradient = mean_gradient(loss_with(frozen), state.params, batch)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": value, "lr": schedule(state.step)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
-    def eval_step(params, batches):
-        losses, counts = jax.lax.map(functools.partial(loss_fn, params), batches)
+    def eval_step(params, batches, frozen=None):
+        losses, counts = jax.lax.map(functools.partial(loss_with(frozen), params), batches)
         return jnp.sum(losses) / jnp.sum(counts)
 
     return init_state, train_step, eval_step
@@ -281,8 +299,15 @@ def check_gradients(run: "Run") -> float:
 # -------------------------------------------------------------------------------------- the loop
 
 
-def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
+def run_steps(run: "Run", folder: RunFolder, state: TrainState, frozen: Any, stopped: list):
     """Update the state until the last step, or until `stopped` has an entry.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        state: The state.
+        frozen: The parameters that an adapter tunes; None without one.
+        stopped: Filled by a signal.
 
     Returns:
         The state, and the mean speed.
@@ -294,8 +319,8 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
     held_out = held_out_batches(text, config, layout)
     say("compiling", "an update and an evaluation")
     # Compiled here, so that no step's time includes compilation.
-    train_step = train_step.lower(state, batch).compile()
-    eval_step = eval_step.lower(state.params, held_out).compile()
+    train_step = train_step.lower(state, batch, frozen).compile()
+    eval_step = eval_step.lower(state.params, held_out, frozen).compile()
     seconds, needed = time.perf_counter() - start, program_bytes(train_step) / 1e9
     say("compiled", f"in {seconds:.1f} s; a step takes {needed:.2f} GB a device")
 
@@ -308,7 +333,7 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
     with progress:
         for step in range(first + 1, config.steps + 1):
             batch = training_batch(text, step, config, layout)
-            state, metrics = train_step(state, batch)
+            state, metrics = train_step(state, batch, frozen)
             pending.append(metrics)
             progress.update()
             stop = vote()
@@ -323,7 +348,7 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
             elapsed = time.perf_counter() - start
             seconds += elapsed
             speed = run.work.speed(1e3 * elapsed / len(pending))
-            val_loss = float(eval_step(state.params, held_out)) if look else None
+            val_loss = float(eval_step(state.params, held_out, frozen)) if look else None
             bits = None if val_loss is None else text.bits_per_byte(val_loss)
             lines = metric_lines(step, values, speed, val_loss, bits)
             if is_writer() and (look or (due and progress.disable)):
@@ -381,36 +406,37 @@ class Run(NamedTuple):
     work: Work
 
 
-def save_weights(run: Run, params: Any, out_dir: Path, what: str):
+def save_weights(run: Run, params: Any, frozen: Any, out_dir: Path, what: str):
     """Write the model in the layout of published weights, with its tokenizer; all processes call.
 
-    Tuned weights have the dtype of their folder. `what` names the step.
+    Tuned weights have the dtype of their folder. An adapter has a folder of its own, too. `what`
+    names the step.
     """
-    config, model, dtype = run.config, run.model, run.model.param_dtype
-    source, names = run.text.tokens, (TOKENIZER, END)
-    if config.init_from:
-        source, names = config.weights, COPIED
-        dtype = checkpoint.embedding_dtype(model, checkpoint.open_folder(source)[1])
+    config, model = run.config, run.model
+    dtype = dtype_of(config, model)
 
     @functools.partial(jax.jit, out_shardings=run.layout.sharding())
     def whole(x):
-        return x.astype(dtype)
+        return x.astype(dtype) if frozen is None else x
 
     # One array after the other, because no device need hold them all.
-    params = jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), params)
+    params, base = jax.tree.map(
+        lambda x: np.asarray(whole(x).addressable_data(0)), (params, frozen)
+    )
     if not is_writer():
         return
-    folder, new = out_dir / "weights", out_dir / ".weights.new"
-    shutil.rmtree(new, ignore_errors=True)
-    checkpoint.write(new, model, params, max_file_bytes=5 * 10**9)
-    for path in [] if source is None else [source / name for name in names]:
-        # A link may lead to a file that is not for publishing.
-        if path.is_symlink():
-            warn(f"the weights have no {path.name}, because {path} is a symbolic link")
-        elif path.is_file():
-            shutil.copy(path, new)
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
+    if base is not None:
+        folder, new = out_dir / "adapter", out_dir / ".adapter.new"
+        shutil.rmtree(new, ignore_errors=True)
+        lora.save(new, model, base, params, config.alpha, str(config.weights))
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+        say("adapter", f"of {what} is in {folder}")
+        params = lora.merged(model, base, params, config.alpha, dtype)
+    folder = out_dir / "weights"
+    copied = tokenizer_files(config.weights if config.init_from else run.text.tokens)
+    for line in write_weights(folder, model, params, copied):
+        warn(line)
     say("weights", f"of {what} are in {folder}, in {dtype}, for generate.py")
 
 
@@ -436,20 +462,28 @@ def train(config: TrainConfig) -> Result:
     paths = dict.fromkeys(("data", "conversations", "out_dir", "init_from"))
     processes.check_same({**dataclasses.asdict(config), **paths, "text": text.sha256})
     init_state = make_steps(config, model, layout)[0]
-    shapes = jax.eval_shape(init_state).params
-    check_memory(config, shapes, layout.mesh.shape, device)
+    shapes = jax.eval_shape(model_functions(model, config.seed, layout)[0])
+    tuned, tunes = jax.eval_shape(init_state).params, config.lora_rank is not None
+    check_memory(config, tuned, layout.mesh.shape, device, shapes if tunes else None)
     kind, count = device.device_kind, layout.mesh.size
     work = work_of(model, config.context, shapes, config.batch_size, kind, count)
     run = Run(config, model, layout, text, work)
     describe(run, shapes)
+    if tunes:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in tuned}))
+        say("adapter", f"{count_of(tuned):,} parameters of rank {config.lora_rank}: {names}")
 
     with RunFolder(config, text.sha256) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
             error = check_gradients(run)
+        frozen = first_params(config, model, layout) if tunes else None
         if folder.last_step:
             state = folder.restore(folder.last_step, init_state, layout.shardings)
+        elif tunes:
+            # Arrays of NumPy, because JAX's would lie on a device of this process alone.
+            state = init_state(jax.device_get(new_adapter(config, model, frozen)))
         else:
             state = init_state(first_params(config, model, layout))
         if finished:
@@ -462,7 +496,7 @@ def train(config: TrainConfig) -> Result:
             if folder.last_step:
                 say("resuming", f"after step {folder.last_step}, from {config.out_dir}")
             with processes.stop_signals() as stopped:
-                state, speed = run_steps(run, folder, state, stopped)
+                state, speed = run_steps(run, folder, state, frozen, stopped)
         folder.plot()
         step = int(state.step)
         best = folder.best_whole_step()
@@ -470,7 +504,7 @@ def train(config: TrainConfig) -> Result:
             del state  # a device may not hold two
             state = folder.restore(best, init_state, layout.shardings)
         why = ", the lowest held-out loss," if best == folder.best_step() else ""
-        save_weights(run, state.params, folder.path, f"step {best}{why}")
+        save_weights(run, state.params, frozen, folder.path, f"step {best}{why}")
         lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
         last = lines[-1] if lines and lines[-1]["step"] == step else None

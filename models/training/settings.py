@@ -46,6 +46,9 @@ HELP = {
     "conversations": "file of conversations to tune weights on; see docs/training.md",
     "out_dir": "folder of the run's results; a run in it is resumed",
     "init_from": "folder of weights to tune, or of a run that has some; else a new model",
+    "lora_rank": "rank of an adapter (LoRA) that is tuned instead of the weights in init_from",
+    "lora_alpha": "multiplies the adapter, over its rank; else twice the rank",
+    "lora_targets": "matrices with an adapter, as in q_proj,v_proj; else all of attention and MLP",
     "mesh": "devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; else all on data",
     "seed": "decides the initial parameters and the order of the data",
     "steps": "number of optimizer updates",
@@ -84,6 +87,9 @@ class TrainConfig:
     conversations: str | None = None
     out_dir: str = "runs/model"
     init_from: str | None = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
     mesh: str | None = None
     seed: int = 0
     steps: int = 800
@@ -125,6 +131,17 @@ class TrainConfig:
             )
         if self.mesh is not None:
             mesh_sizes(self.mesh)
+        if self.lora_rank is not None and self.init_from is None:
+            raise UserError("`lora_rank` must come with weights in `init_from`; got none.")
+        for name in ("lora_alpha", "lora_targets"):
+            if self.lora_rank is None and getattr(self, name) is not None:
+                raise UserError(f"`{name}` must come with `lora_rank`; got none.")
+
+    @property
+    def alpha(self) -> float:
+        """The alpha of the adapter."""
+        assert self.lora_rank is not None
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     @property
     def microbatch(self) -> int:
@@ -210,6 +227,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         **dict(eval_every=50, checkpoint_every=100),
     ),
 }
+# For `lora_rank`.
+PRESETS["lora"] = PRESETS["fine-tune"] | dict(learning_rate=2e-4)
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
@@ -224,7 +243,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="values of the flags that are not given (default: cpu; with weights: fine-tune)",
+        help="values of the flags that are not given (default: cpu; with weights: fine-tune; with "
+        "an adapter: lora)",
     )
     hints = typing.get_type_hints(TrainConfig)
     for name, text in HELP.items():
@@ -250,7 +270,8 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
     """
     values = dict(flags)
     tuned = values.get("init_from") is not None
-    base = PRESETS[values.pop("preset", "fine-tune" if tuned else "cpu")]
+    usual = "lora" if values.get("lora_rank") else "fine-tune" if tuned else "cpu"
+    base = PRESETS[values.pop("preset", usual)]
     if tuned and (given := [name for name in SHAPE if name in values]):
         raise UserError(
             f"`{given[0]}` must be left out with weights in `init_from`, because their config.json "

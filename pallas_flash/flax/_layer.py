@@ -24,7 +24,7 @@ from pallas_flash.flax._arrays import (
 )
 from pallas_flash.flax._cache import KVCache, window_in_ring
 from pallas_flash.flax._paged_cache import PagedKVCache, Requests
-from pallas_flash.flax._rope import apply_rope
+from pallas_flash.flax._rope import apply_rope, check_rope_theta
 
 _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
@@ -155,7 +155,7 @@ class SelfAttention(nnx.Module):
         num_kv_heads, head_dim = _head_sizes(
             features, num_heads, num_kv_heads, head_dim, rope_theta
         )
-        _check_rope(rope_theta, rope)
+        _check_parts(rope_theta, rope=rope, linear=linear, norm=norm, attention=attention)
         self.features = features
         self.kv_shape = num_kv_heads, head_dim
         self.dtype, self.param_dtype = dtype, param_dtype
@@ -504,9 +504,15 @@ class SelfAttention(nnx.Module):
         return rngs() if isinstance(rngs, nnx.RngStream) else rngs
 
 
-def _check_rope(rope_theta: float | None, rope) -> None:
-    """Raise if a layer has two rules of rotary positions."""
-    if None not in (rope, rope_theta):
+def _check_parts(rope_theta: float | None, **parts) -> None:
+    """Raise unless the parts of a layer are functions, and only one turns queries and keys."""
+    for name, part in parts.items():
+        if not callable(part) and (part is not None or name in ("linear", "norm")):
+            raise TypeError(
+                f"`{name}` must be a class or a function; got {describe(part)}. "
+                "`help(SelfAttention)` says how the layer calls it."
+            )
+    if None not in (parts["rope"], rope_theta):
         raise ValueError(
             "`rope_theta` must be None with `rope`, which has a base of its own; got "
             f"{rope_theta}. Pass one of the two."
@@ -542,8 +548,8 @@ def _head_sizes(
         head_dim = features // num_heads
     if head_dim < 1:
         raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
-    if rope_theta is not None and not rope_theta > 0:
-        raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
+    if rope_theta is not None:
+        check_rope_theta(rope_theta)
     if rope_theta is not None and head_dim % 2:
         raise ValueError(
             f"`head_dim` must be even, because rotary positions turn pairs; got {head_dim}. "

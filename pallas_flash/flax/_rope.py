@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from pallas_flash._jax.one_device import divided_alike
+from pallas_flash._problem.checks import describe, is_array, is_number
 from pallas_flash.flax._arrays import check_positions
 
 
@@ -44,15 +45,28 @@ def apply_rope(
         The turned `x`, in its dtype. Angles are float32, and so is the product for a narrower `x`.
 
     Raises:
-        TypeError: If `positions` are not integers.
-        ValueError: If H is odd, or if `positions` do not broadcast to [*batch, T].
+        TypeError: If `positions` are not integers, or `rope_theta` is no number.
+        ValueError: If H is odd, `positions` do not broadcast to [*batch, T], or `rope_theta` is not
+            positive.
     """
     if x.ndim < 3 or x.shape[-1] % 2:
         raise ValueError(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."
         )
+    if not is_array(rope_theta):
+        check_rope_theta(rope_theta)
     positions = check_positions(positions, x.shape[:-2])
     return _turned(x, divided_alike(positions, x, x.ndim - 2 - positions.ndim), rope_theta)
+
+
+def check_rope_theta(rope_theta) -> None:
+    """Raise unless this is the base of rotary angles."""
+    if not is_number(rope_theta):
+        raise TypeError(
+            f"`rope_theta` must be a number; got {describe(rope_theta)}. Most models have 10,000."
+        )
+    if not rope_theta > 0:
+        raise ValueError(f"`rope_theta` must be positive; got {rope_theta}.")
 
 
 # Compiled as one program outside of `jit`, too; else JAX compiles each operation for each shape.

@@ -113,6 +113,10 @@ ERRORS = {
         "head_dim": (lambda: self_attention(head_dim=0), "`head_dim` must be at least 1"),
         "odd head_dim": (lambda: self_attention(head_dim=7), "`head_dim` must be even"),
         "rope_theta": (lambda: self_attention(rope_theta=0.0), "`rope_theta` must be pos"),
+        "base of apply_rope": (
+            lambda: apply_rope(Q, jnp.arange(Q_LEN), -1.0),
+            "`rope_theta` must be positive; got -1.0",
+        ),
         "rope_theta of NaN": (
             lambda: self_attention(rope_theta=jnp.nan),
             "`rope_theta` must be pos",
@@ -231,6 +235,22 @@ ERRORS = {
         ),
     },
     TypeError: {
+        **{
+            f"{name} of a module": (
+                lambda part=part: self_attention(**part),
+                f"`{name}` must be a class or a function; got int 3",
+            )
+            for name in ("linear", "norm", "rope", "attention")
+            for part in [{"rope_theta": None, name: 3}]
+        },
+        "rope_theta as text": (
+            lambda: self_attention(rope_theta="10000"),
+            "`rope_theta` must be a number; got str '10000'",
+        ),
+        "base of apply_rope": (
+            lambda: apply_rope(Q, jnp.arange(Q_LEN), None),
+            "`rope_theta` must be a number; got NoneType",
+        ),
         "dropout_rate as an array, and off": (
             lambda: attention_fn(Q, K, V, dropout_rate=jnp.float32(0.5), deterministic=True),
             "`dropout_rate` must be a number; got an array",
