@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from step_common import along_rows, before_any_key, launch, operand, product, zeros
 
-QUERIES, KEYS, STAGES = 64, 64, 2  # Two blocks of 64 keys take the room of one of 128.
+QUERIES, KEYS, STAGES = 64, 64, 2  # Two blocks of 64 keys have the room of one of 128.
 
 
 def softmax(s, m, l, scale):

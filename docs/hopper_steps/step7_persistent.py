@@ -44,8 +44,8 @@ def stage_of(j):
 def schedule(batch, heads, length, is_causal):
     """Return for each CTA rows of (batch, head, tile, blocks); in front stands how many.
 
-    A head follows the other, so that its keys stay in the L2 cache. The longest tile of a head is
-    first, and the CTA that is free first takes it.
+    Heads follow one another, so that the keys of one stay in the L2 cache. The longest tile of a
+    head is first, and the CTA that is free first takes it.
     """
     tiles = length // (CONSUMERS * QUERIES)
     free = [(0.0, cta) for cta in range(min(SMS, batch * heads * tiles))]
@@ -79,73 +79,74 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
 
         lax.fori_loop(0, plgpu.load(schedule_ref.at[cta, 0, 0]), run, jnp.int32(0))
 
-    def consume_tile(i, base, batch, head, tile, count):
-        tile_of_warpgroup = tile * CONSUMERS + warpgroup
-        queries = batch, pl.ds(tile_of_warpgroup * QUERIES, QUERIES), head
-        q, o = q_sm.at[warpgroup], o_sm.at[warpgroup]
-        plgpu.barrier_wait(q_full.at[warpgroup])
-
-        def step(j, state):
-            acc, p, m, l = state
-            stage, stage_before = stage_of(base + j), stage_of(base + j - 1)
-
-            def qk_pv(s_ref, acc_ref):
-                acc_ref[...] = acc
-                plgpu.barrier_wait(k_full.at[stage])
-                plgpu.wgmma(s_ref, q, k_sm.at[stage].T)
-                plgpu.wgmma(acc_ref, p, v_sm.at[stage_before])
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                plgpu.barrier_arrive(k_empty.at[stage])
-                p_new, m_new, l_new, alpha = softmax(s, m, l, scale)
-                plgpu.barrier_wait(v_full.at[stage])
-                acc_new = acc_ref[...]
-                plgpu.barrier_arrive(v_empty.at[stage_before])
-                return rescale(acc_new, alpha), p_new, m_new, l_new
-
-            shapes = (QUERIES, KEYS), acc.shape
-            return pl.run_scoped(qk_pv, *(plgpu.ACC(x, jnp.float32) for x in shapes))
-
-        first, last = stage_of(base), stage_of(base + count - 1)
-        plgpu.barrier_wait(k_full.at[first])
-        s = product(q, k_sm.at[first].T, zeros(QUERIES, KEYS))
-        plgpu.barrier_arrive(k_empty.at[first])
-        if is_causal:
-            s = hide_later_keys(s, tile_of_warpgroup * QUERIES, (count - 1) * KEYS)
-        p, m, l, _ = softmax(s, *before_any_key(QUERIES), scale)
-        plgpu.barrier_wait(v_full.at[first])
-        state = zeros(QUERIES, head_dim), p, m, l
-        acc, p, _, l = lax.fori_loop(1, count, step, state)
-        plgpu.barrier_arrive(q_empty.at[warpgroup])
-        acc = product(p, v_sm.at[last], acc)
-        plgpu.barrier_arrive(v_empty.at[last])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before has left o.
-        o[...] = (acc / along_rows(l, acc)).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o, o_ref.at[queries])
-
     def consume():
         plgpu.set_max_registers(240, action="increase")
-        for_each_work_tile(consume_tile)
+
+        def work_tile(i, base, batch, head, tile, count):
+            tile_of_warpgroup = tile * CONSUMERS + warpgroup
+            queries = batch, pl.ds(tile_of_warpgroup * QUERIES, QUERIES), head
+            q, o = q_sm.at[warpgroup], o_sm.at[warpgroup]
+            plgpu.barrier_wait(q_full.at[warpgroup])
+
+            def step(j, state):
+                acc, p, m, l = state
+                stage, stage_before = stage_of(base + j), stage_of(base + j - 1)
+
+                def qk_pv(s_ref, acc_ref):
+                    acc_ref[...] = acc
+                    plgpu.barrier_wait(k_full.at[stage])
+                    plgpu.wgmma(s_ref, q, k_sm.at[stage].T)
+                    plgpu.wgmma(acc_ref, p, v_sm.at[stage_before])
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    plgpu.barrier_arrive(k_empty.at[stage])
+                    p_new, m_new, l_new, alpha = softmax(s, m, l, scale)
+                    plgpu.barrier_wait(v_full.at[stage])
+                    acc_new = acc_ref[...]
+                    plgpu.barrier_arrive(v_empty.at[stage_before])
+                    return rescale(acc_new, alpha), p_new, m_new, l_new
+
+                shapes = (QUERIES, KEYS), acc.shape
+                return pl.run_scoped(qk_pv, *(plgpu.ACC(x, jnp.float32) for x in shapes))
+
+            first, last = stage_of(base), stage_of(base + count - 1)
+            plgpu.barrier_wait(k_full.at[first])
+            s = product(q, k_sm.at[first].T, zeros(QUERIES, KEYS))
+            plgpu.barrier_arrive(k_empty.at[first])
+            if is_causal:
+                s = hide_later_keys(s, tile_of_warpgroup * QUERIES, (count - 1) * KEYS)
+            p, m, l, _ = softmax(s, *before_any_key(QUERIES), scale)
+            plgpu.barrier_wait(v_full.at[first])
+            state = zeros(QUERIES, head_dim), p, m, l
+            acc, p, _, l = lax.fori_loop(1, count, step, state)
+            plgpu.barrier_arrive(q_empty.at[warpgroup])
+            acc = product(p, v_sm.at[last], acc)
+            plgpu.barrier_arrive(v_empty.at[last])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The output before has left o.
+            o[...] = (acc / along_rows(l, acc)).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o, o_ref.at[queries])
+
+        for_each_work_tile(work_tile)
         plgpu.wait_smem_to_gmem(0)
-
-    def load_queries(consumer, i, base, batch, head, tile, count):
-        queries = batch, pl.ds((tile * CONSUMERS + consumer) * QUERIES, QUERIES), head
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(q_empty.at[consumer]))
-        plgpu.copy_gmem_to_smem(q_ref.at[queries], q_sm.at[consumer], q_full.at[consumer])
-
-    def load_keys_and_values(i, base, batch, head, tile, count):
-        def copy(j, _):
-            stage, keys = stage_of(base + j), (batch, pl.ds((count - 1 - j) * KEYS, KEYS), head)
-            pl.when(base + j >= STAGES)(lambda: plgpu.barrier_wait(k_empty.at[stage]))
-            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_sm.at[stage], k_full.at[stage])
-            pl.when(base + j >= STAGES)(lambda: plgpu.barrier_wait(v_empty.at[stage]))
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_sm.at[stage], v_full.at[stage])
-
-        lax.fori_loop(0, count, copy, None)
 
     def produce():
         plgpu.set_max_registers(24, action="decrease")
+
+        def load_keys_and_values(i, base, batch, head, tile, count):
+            def copy(j, _):
+                stage, keys = stage_of(base + j), (batch, pl.ds((count - 1 - j) * KEYS, KEYS), head)
+                pl.when(base + j >= STAGES)(lambda: plgpu.barrier_wait(k_empty.at[stage]))
+                plgpu.copy_gmem_to_smem(k_ref.at[keys], k_sm.at[stage], k_full.at[stage])
+                pl.when(base + j >= STAGES)(lambda: plgpu.barrier_wait(v_empty.at[stage]))
+                plgpu.copy_gmem_to_smem(v_ref.at[keys], v_sm.at[stage], v_full.at[stage])
+
+            lax.fori_loop(0, count, copy, None)
+
+        def load_queries(consumer, i, base, batch, head, tile, count):
+            queries = batch, pl.ds((tile * CONSUMERS + consumer) * QUERIES, QUERIES), head
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(q_empty.at[consumer]))
+            plgpu.copy_gmem_to_smem(q_ref.at[queries], q_sm.at[consumer], q_full.at[consumer])
 
         @plgpu.warp_map
         def _(warp):

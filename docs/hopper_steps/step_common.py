@@ -80,8 +80,17 @@ def launch(kernel, *arrays, grid, warpgroups, scratch):
         grid: axes of CTAs by name, the first varies fastest.
         warpgroups: warpgroups of a CTA.
         scratch: specifications of shared memory and of barriers.
+
+    Raises:
+        ValueError: the last array is none of which all steps take blocks.
     """
     like = jax.ShapeDtypeStruct(arrays[-1].shape, arrays[-1].dtype)
+    _, length, _, head_dim = like.shape
+    if length % 128 or head_dim not in (64, 128) or like.dtype != jnp.bfloat16:
+        raise ValueError(
+            "q, k and v must be bfloat16 [B, T, N, H] with T a multiple of 128 and H of 64 or 128; "
+            f"got {like}."
+        )
     return plgpu.kernel(
         kernel,
         out_type=like,

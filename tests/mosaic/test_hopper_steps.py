@@ -2,19 +2,19 @@
 
 import contextlib
 import functools
+import heapq
 import importlib
-import re
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
 from support import mosaic_emulator as emulator
 from support.lowered import launches, lowered
 from support.repository import ROOT, read
 
+import pallas_flash
 from pallas_flash._jax import compat
 from scripts.maintenance.inspection import gpu_compiler
 from scripts.maintenance.inspection.kernels import compile_kernels
@@ -87,10 +87,11 @@ def dense(q, k, v, is_causal):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("step", "is_causal"), CALLS)
 def test_steps_compute_attention(step, is_causal, head_dim):
-    """Three blocks and more: stages are used again. Large scores: the maximum moves, or stays."""
-    shape = 3, 2, 384, 1, head_dim
-    q, k, v = np.random.default_rng(0).normal(size=shape) * [[[[[4]]]], [[[[2]]]], [[[[1]]]]]
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    """With four blocks and more all stages are used again."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 512, 1, head_dim))
+    # The maximum of a row stays, moves a little, or so far that weights would overflow.
+    k[:, 140] *= 40
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (8 * q, k, v))
     with emulated(step):
         o = attention_of(step, is_causal)(q, k, v)
     error = np.asarray(o, np.float64) - (right := dense(q, k, v, is_causal))
@@ -101,3 +102,62 @@ def test_steps_compute_attention(step, is_causal, head_dim):
 @pytest.mark.parametrize(("step", "is_causal"), CALLS)
 def test_steps_lower(step, is_causal):
     assert launches(lowered(attention_of(step, is_causal), (1, 384, 2, 64)).as_text()) == 1
+
+
+def test_steps_refuse_a_length_that_is_no_multiple_of_a_block():
+    q = jnp.ones((1, 200, 1, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="with T a multiple of 128"):
+        attention_of("step1_plain", False)(q, q, q)
+
+
+def test_page_shows_every_step():
+    """And files are short: three screens."""
+    assert len(STEPS) == 7
+    for number, step in enumerate(STEPS, 1):
+        assert len(read(FOLDER / f"{step}.py").splitlines()) <= MOST_LINES
+        assert f"<!-- table: step {number} -->" in read(PAGE)
+        assert f"(hopper_steps/{step}.py)" in read(PAGE)
+    assert len(read(FOLDER / "step_common.py").splitlines()) <= MOST_LINES // 1.5
+
+
+def test_schedule_ends_when_the_page_says():
+    """In units of a block; a tile takes 1.5 more. CTAs of the sixth step start in their order."""
+    heads, tiles, sms = 16, 128, 132
+    schedule = importlib.import_module("step7_persistent").schedule
+    rows = [row[1 : 1 + row[0, 0]] for row in schedule(1, heads, 128 * tiles, True)]
+    assert sorted(tuple(x) for row in rows for x in row) == [
+        (0, head, tile, tile + 1) for head in range(heads) for tile in range(tiles)
+    ]
+    free = [0.0] * sms
+    for tile in range(tiles):
+        for _ in range(heads):
+            heapq.heapreplace(free, free[0] + tile + 1 + 1.5)
+    seventh = [sum(row[:, 3] + 1.5) for row in rows]
+    ends = f"after {max(free):g} in step 6 and after {max(seventh):g} in step 7"
+    assert f"{ends}; the mean of all CTAs is {sum(seventh) / sms:g}" in " ".join(read(PAGE).split())
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
+@pytest.mark.parametrize(("step", "is_causal"), [*CALLS, ("shipped", False), ("shipped", True)])
+def test_machine_code_is_as_the_page_says(step, is_causal):
+    """Nothing is spilt; from the fourth step on all exponentials are under a product."""
+    q = jax.ShapeDtypeStruct((1, 16384, 16, 128), jnp.bfloat16)
+    call = functools.partial(pallas_flash.attention, is_causal=is_causal, implementation="mosaic")
+    if step in STEPS:
+        call = attention_of(step, is_causal)
+    [kernel] = compile_kernels(call, q, q, q)
+    assert not kernel.unset and kernel.stack_bytes == kernel.loop_spills == 0
+    assert kernel.main.exp2_hidden == float(step >= "step4" or step == "shipped")
+    name = "shipped kernel" if step == "shipped" else f"step {step[4]}"
+    cells = [
+        name + (", causal" if is_causal else ""),
+        kernel.registers,
+        round(kernel.shared_bytes / 1024),
+        kernel.ctas_per_core,
+        # For 64 queries and 128 keys, by a warp.
+        round(64 * kernel.per_element),
+        f"{100 * kernel.main.exp2_hidden:.0f} %",
+    ]
+    row = f"| {' | '.join(map(str, cells))} |"
+    # Another compiler may choose other instructions.
+    assert row in read(PAGE) or jax.__version__ != "0.11.2", row
