@@ -16,6 +16,8 @@ from support.repository import ROOT, read
 
 import pallas_flash
 from pallas_flash._jax import compat
+from scripts.benchmarks import bench_attention, bench_hopper_steps
+from scripts.benchmarks.peers import Unserved
 from scripts.maintenance.inspection import gpu_compiler
 from scripts.maintenance.inspection.kernels import compile_kernels
 
@@ -121,7 +123,7 @@ def test_page_shows_every_step():
 
 
 def test_schedule_ends_when_the_page_says():
-    """In units of a block; a tile takes 1.5 more. CTAs of the sixth step start in their order."""
+    """In units of a block; CTAs of the sixth step start in their order."""
     heads, tiles, sms = 16, 128, 132
     schedule = importlib.import_module("step7_persistent").schedule
     rows = [row[1 : 1 + row[0, 0]] for row in schedule(1, heads, 128 * tiles, True)]
@@ -134,7 +136,7 @@ def test_schedule_ends_when_the_page_says():
             heapq.heapreplace(free, free[0] + tile + 1 + 1.5)
     seventh = [sum(row[:, 3] + 1.5) for row in rows]
     ends = f"after {max(free):g} in step 6 and after {max(seventh):g} in step 7"
-    assert f"{ends}; the mean of all CTAs is {sum(seventh) / sms:g}" in " ".join(read(PAGE).split())
+    assert f"{ends}. The mean of all CTAs is {sum(seventh) / sms:g}" in " ".join(read(PAGE).split())
 
 
 @pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
@@ -161,3 +163,23 @@ def test_machine_code_is_as_the_page_says(step, is_causal):
     row = f"| {' | '.join(map(str, cells))} |"
     # Another compiler may choose other instructions.
     assert row in read(PAGE) or jax.__version__ != "0.11.2", row
+
+
+def test_benchmark_has_a_step_as_a_peer(monkeypatch):
+    monkeypatch.setattr(bench_hopper_steps, "PEERS", peers := {})
+    monkeypatch.setattr(bench_attention, "main", lambda *arguments: called.append(arguments))
+    called = []
+    bench_hopper_steps.main(["--step", STEPS[0], "--json", "x.jsonl"])
+    [(argv, shapes)] = called
+    assert {*bench_hopper_steps.TIMED} == {*argv} & shapes.keys()
+    assert {"ours", STEPS[0], "--json=x.jsonl"} < {*argv}
+    full, causal = (shapes[name] for name in bench_hopper_steps.TIMED)
+    assert peers[STEPS[0]].build(full, "forward").call is attention_of(STEPS[0], False)
+    with pytest.raises(Unserved, match="has no mask"):
+        peers[STEPS[0]].build(causal, "forward")
+    assert bench_hopper_steps._build(STEPS[5], causal, "forward").call.keywords["is_causal"]
+
+
+def test_benchmark_kills_a_step_that_hangs(capsys):
+    with pytest.raises(SystemExit, match=f"{STEPS[1]} had not ended after 0.1 s"):
+        bench_hopper_steps.main(["--steps", STEPS[1], "--patience", "0.1"])
