@@ -468,9 +468,9 @@ def step(number: str) -> str:
     before, after = ([] if n < 0 else _code(STEPS[n]) for n in (int(number) - 2, int(number) - 1))
     if not before:
         return "\n".join(["```py", *after, "```"])
-    matcher = difflib.SequenceMatcher(None, *([x.strip() for x in y] for y in (before, after)))
+    old_words, new_words = ([line.strip() for line in x] for x in (before, after))
     lines: list[str] = []
-    for hunk in matcher.get_grouped_opcodes(1):
+    for hunk in difflib.SequenceMatcher(None, old_words, new_words).get_grouped_opcodes(1):
         lines += ["@@"] if lines else []
         for tag, old, old_end, new, new_end in hunk:
             if tag == "equal":
