@@ -160,9 +160,12 @@ def test_machine_code_is_as_the_page_says(step, is_causal):
         round(64 * kernel.per_element),
         f"{100 * kernel.main.exp2_hidden:.0f} %",
     ]
-    row = f"| {' | '.join(map(str, cells))} |"
+    row, page = f"| {' | '.join(map(str, cells))} |", " ".join(read(PAGE).split())
     # Another compiler may choose other instructions.
-    assert row in read(PAGE) or jax.__version__ != "0.11.2", row
+    if jax.__version__ == "0.11.2":
+        assert row in page, row
+        order = f"step {step[4]} {kernel.main.order}"
+        assert order in page or step[4] not in "34", order
 
 
 def test_benchmark_has_a_step_as_a_peer(monkeypatch):
