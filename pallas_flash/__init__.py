@@ -1,11 +1,11 @@
 """Exact softmax attention for JAX on GPUs: blocked Pallas kernels, forward and backward.
 
-`attention` is the call, and `explain` says what computes it. More is in modules:
+`help(pallas_flash.attention)` is the call, and `explain` says what computes it. More is in modules:
 
     pallas_flash.masks     masks as objects, pictures of masks, packed sequences
     pallas_flash.paged     new tokens and quantised numbers for the pages of `paged_attention`
     pallas_flash.tuning    tiles of the kernels; unstable
-    pallas_flash.flax      layers and caches for Flax, imported by this name
+    pallas_flash.flax      layers and caches for Flax: `from pallas_flash.flax import SelfAttention`
 """
 
 from pallas_flash import masks, paged, tuning

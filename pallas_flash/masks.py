@@ -1,7 +1,8 @@
 """Masks as objects, for the argument `mask` of `attention`; `&`, `|` and `~` join them.
 
 Boolean arrays take part in `&` and `|`, too. Beside the classes are a picture of any mask, and the
-arrays that packed sequences and sequences on several devices need.
+arrays that packed sequences and sequences on several devices need. A mask object is checked where
+a call takes it.
 """
 
 from pallas_flash._call.order import balanced_order

@@ -29,7 +29,11 @@ _KEYWORDS = {
         "logits_softcap attn_logits_soft_cap attn_logit_softcapping"
     ),
     "Use `query_seq_lengths`.": "seqused_q q_seq_lengths q_seqlen",
-    "Use `key_value_seq_lengths`.": "seqused_k kv_seq_lengths kv_seqlen kv_lens lengths",
+    "Use `key_value_seq_lengths`.": "seqused_k kv_seq_lengths kv_seqlen kv_lens",
+    "Use `key_value_seq_lengths` to hide padded keys, and `query_seq_lengths` for outputs of 0.": (
+        "seq_lengths lengths"
+    ),
+    "Use `query_positions` and `key_value_positions`.": "positions",
     "Use `query_offset` for the lengths before and `key_value_seq_lengths` for those after.": (
         "cache_seqlens"
     ),
@@ -40,7 +44,8 @@ _KEYWORDS = {
     "Use `segment_ids` with a pair (query, key_value).": (
         "q_segment_ids kv_segment_ids query_segment_ids key_value_segment_ids"
     ),
-    "Use `sinks`.": "sink learnable_sink s_aux attention_sinks",
+    "Use `sinks`.": "sink learnable_sink s_aux softmax_aux attention_sinks",
+    "Use `alibi_slopes`.": "alibi slopes",
     "Use `score_mod` with a `pallas_flash.ScoreMod`, a function and its arrays.": "score_operands",
     "Use `score_mod`.": "score_fn",
     "Use `dropout_rate` and `dropout_key`.": "dropout_p dropout dropout_prob",
@@ -50,11 +55,13 @@ _KEYWORDS = {
     ),
     "Use `return_lse`.": "return_attn_probs return_softmax_lse return_aux",
     "Use `return_lse`, or `return_residual` for jax.nn's.": "return_residuals",
-    "Use `config`.": "block_sizes kernel_options",
+    "Use `config`.": "block_sizes kernel_options block_q block_k block_kv",
     "Use `implementation`.": "backend impl",
     'Use `implementation="interpret"`.': "interpret",
     "Drop it: `key` and `value` may have fewer heads than `query`.": "enable_gqa",
     "Drop it: the sharding of the arrays is seen.": "q_sharding",
+    "Drop it: cast `query`, `key` and `value`, whose dtype the output has.": "dtype",
+    "Drop it: the kernels are chosen for the device of the call.": "device",
     "Drop it: `segment_ids` need no lengths.": "max_seqlen max_seqlen_q max_seqlen_k",
     "Use `pallas_flash.paged_attention`, which has pages, and its own arguments.": (
         "block_table page_table page_indices"
@@ -85,13 +92,14 @@ def hint(names: Mapping[str, str], value: Any) -> str:
     return f"; {names[value]}" if isinstance(value, str) and value in names else ""
 
 
-def check_keywords(given: Mapping[str, Any], known: Collection[str]) -> None:
+def check_keywords(name_of_call: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise a TypeError for the first keyword of a call that is not `known`."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            guess = f"Use `{near[0]}`." if near else "Drop it: see `help(pallas_flash.attention)`."
+            help_of = f"help(pallas_flash.{name_of_call})"
+            guess = f"Use `{near[0]}`." if near else f"Drop it: see `{help_of}`."
             raise TypeError(
-                f"`{name}` must be an argument that `attention` has; got {describe(given[name])}. "
+                f"`{name}` must be an argument of `{name_of_call}`; got {describe(given[name])}. "
                 f"{KEYWORDS.get(name, guess)}"
             )

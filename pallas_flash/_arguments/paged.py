@@ -193,8 +193,8 @@ def _page_scales(name: str, scales, pages):
     quantised = pages.dtype.name in LARGEST
     if (scales is not None) != quantised:
         raise ValueError(
-            f"`{name}` must be given where pages are quantised, and only there; got "
-            f"{describe(scales)} for pages of {pages.dtype}. `paged.quantize` returns both."
+            f"`{name}` must be {'given with' if quantised else 'None without'} quantised pages; "
+            f"got {describe(scales)} for pages of {pages.dtype}. `paged.quantize` returns both."
         )
     if scales is None:
         return None

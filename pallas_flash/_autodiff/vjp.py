@@ -43,6 +43,7 @@ FEW_KEYS, FEW_FEATURES = 32, 16
 def save_residuals(*args, **kwargs):
     """A policy of `jax.checkpoint` that saves the results of the forward of `attention`.
 
+    Pass it without a call, as `policy=pallas_flash.save_residuals`.
     These are the output, as large as the queries, and one or two float32 for each query and head.
     Some calls in 16 bits have a second array as large, for example those with a trained bias.
     With them the backward does not run the forward again; everything else is computed again. Join

@@ -42,7 +42,7 @@ def _checks_keywords(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args, **kwargs):
         if not kwargs.keys() <= known:
-            other_libraries.check_keywords(kwargs, known)
+            other_libraries.check_keywords(function.__name__, kwargs, known)
         return function(*args, **kwargs)
 
     return cast(_Function, call)
@@ -229,10 +229,11 @@ def attention(
             are (W - 1, 0).
         query_seq_lengths: int32 [B]; rows of the output past these lengths are zero.
         key_value_seq_lengths: int32 [B]; keys past these lengths are hidden, and have no effect on
-            any result.
+            any result. For both, a number below 0 counts as 0, and one above the length as the
+            length.
         segment_ids: int32 [B, T], or a pair for queries and keys; a token sees the tokens with its
             own id. Kernels skip tiles without a common id. `masks.segment_ids_from_cu_seqlens`
-            makes a row of them from the ends of packed sequences.
+            makes one row of them, [T], from the ends of packed sequences.
         query_offset: position of query 0 among the keys, an int, an int32 scalar or int32 [B]; it
             moves `is_causal`, `local_window_size`, `alibi_slopes` and `PrefixLM`.
         query_positions: int32 [B, T] or [1, T], the position of each query, -2^30 .. 2^30 - 1,
@@ -297,8 +298,9 @@ def attention(
         sequence_axis: inside a `jax.shard_map`, the mesh axis (or axes, the slowest first) that
             divides the sequence: `query`, `key`, `value`, `segment_ids` and positions are this
             device's shard of it; `bias` and `mask` arrays have rows for its queries and columns for
-            all keys; lengths and offsets are of the whole sequence. Outside of a
-            `jax.shard_map` the arrays tell how they are sharded.
+            all keys; lengths and offsets are of the whole sequence. With None inside a
+            `jax.shard_map` each device sees its own keys alone; outside of one the arrays tell how
+            they are sharded.
         context_parallelism: how devices that divide a sequence work together. "ring" sends keys and
             values around while kernels run, "gather" gathers them first, "heads" exchanges the
             sequence for heads and back. By default a rule picks one, see `explain`. It has no
@@ -383,10 +385,11 @@ def explain(query, key, value, bias=None, mask=None, **options: Any) -> Explanat
 @_checks_keywords
 @_with_signature_of(attention)
 def explain(*args, **kwargs) -> Explanation:
-    """Tell which implementation would serve this call of `attention`, and why the others do not.
+    """Tell which implementation serves this call of `attention` here, and why the others do not.
 
-    `explain` takes the arguments of `attention`, raises the same errors, and computes nothing. Give
-    a `jax.ShapeDtypeStruct` for an array that does not exist yet.
+    `explain` takes the arguments of `attention`, raises the same errors, and computes nothing. It
+    speaks of this process's default device: ask on a machine with the GPU that you mean. Give a
+    `jax.ShapeDtypeStruct` for an array that does not exist yet.
 
     Where devices divide the sequence, it tells the method of context parallelism, too. Arrays that
     `jax.jit` traces do not know their sharding: give arrays outside of `jit`, or shapes with a

@@ -70,6 +70,11 @@ def _checked(pairs) -> list[list[jax.Array]]:
         )
     checked = []
     for i, pair in enumerate(pairs):
+        if isinstance(pair, (tuple, list)) and all(isinstance(x, (tuple, list)) for x in pair):
+            raise TypeError(
+                f"`pairs` must be arguments of their own; got {type(pair).__name__} of "
+                f"{len(pair)} pairs. Write `merge(*pairs)`."
+            )
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
                 f"`pairs[{i}]` must be a pair (output, LSE); got {describe(pair)}. Pass what a "

@@ -17,7 +17,7 @@ def balanced_order(length: int, devices: int) -> jax.Array:
         chunks   0 7    1 6    2 5    3 4
 
     Index every array that has a number for each token with this order, once, before the first
-    layer: tokens, labels, segment ids. Pass `order` itself as `query_positions` and
+    layer: tokens, labels, segment ids. Pass `order[None]` as `query_positions` and
     `key_value_positions` of `attention`, and as the positions of rotary embeddings. Layers that
     compute each token alone need no change. `jnp.argsort(order)` is the inverse.
 

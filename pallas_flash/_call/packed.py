@@ -12,7 +12,9 @@ from pallas_flash._problem.checks import array, at_least, describe, integers
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
-    """Return the ids of sequences that are packed one after the other in a row, for `segment_ids`.
+    """Return the ids of sequences that are packed one after the other in a row.
+
+    `attention` takes them with a batch axis, as `segment_ids=ids[None]`.
 
     `arguments_from_cu_seqlens` is for queries and keys that are packed with other lengths each.
 

@@ -24,8 +24,9 @@ def quantize(
     Args:
         pages: the pages, or any keys or values [.., tokens, K, H] from which scales are taken.
         dtype: `jnp.int8` or `jnp.float8_e4m3fn`.
-        per_head: whether all tokens of a head share a scale, so that tokens appended later may be
-            clipped; else each token has its own.
+        per_head: whether all tokens of a head share a scale; else each token has its own. Take the
+            scales of a head from keys like those to come: larger ones are clipped, and zeros give
+            a scale of 1, beside which small numbers round to 0.
 
     Returns:
         The numbers, of the shape of `pages`, and the scales, float32 [P, K, page_size] or, per

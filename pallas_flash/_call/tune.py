@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from pallas_flash._arguments import other_libraries
 from pallas_flash._arguments.attention import NOT_OF_PROBLEM
 from pallas_flash._call import attention
 from pallas_flash._execution import limits, tile_choice
@@ -222,10 +223,7 @@ def _problem(inputs, options) -> Problem:
         )
     parameters = inspect.signature(attention.attention).parameters
     names = [x for x in parameters if x not in NOT_OF_PROBLEM][len(inputs) :]
-    if unknown := sorted(set(options) - set(names)):
-        raise TypeError(
-            f"`tuning.tune` must have options among {names}; got {unknown}. Drop these."
-        )
+    other_libraries.check_keywords("tuning.tune", options, names)
     return attention.problem_of(attention.bound(*inputs, **options))
 
 

@@ -3,6 +3,7 @@
 `argument` must be this; got that. Do so.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -16,10 +17,10 @@ from pallas_flash._problem.operands import readable
 def array(name: str, x) -> jax.Array:
     """Return `x` as a JAX array; refuse sequences and strings."""
     if not is_array(x):
-        raise TypeError(
-            f"`{name}` must be an array; got {describe(x)}. Convert it with `jnp.asarray`; to "
-            "trace shapes alone, call through `jax.eval_shape`."
-        )
+        advice = "Convert it with `jnp.asarray`."
+        if isinstance(x, jax.ShapeDtypeStruct):
+            advice = "Pass an array, or trace shapes by `jax.eval_shape`."
+        raise TypeError(f"`{name}` must be an array; got {describe(x)}. {advice}")
     try:
         return x if isinstance(x, jax.Array) else jnp.asarray(x)
     except (TypeError, ValueError) as error:
@@ -75,10 +76,12 @@ def integers(
     x = array_of_dtype(name, x, "int32")
     if x.shape != shape and not (shared and x.shape == (1, *shape[1:])):
         each = each or ("batch element" if len(shape) == 1 else "token")
+        advice = f"Give one number for each {each}."
+        if x.shape == shape[1:] and (shared or shape[0] == 1):
+            advice = "Add the batch axis, by `[None]`."
         raise ValueError(
             f"`{name}` must have shape {letters} = {shape}"
-            f"{', its first axis possibly 1' * shared}; got {x.shape}. Give one number for "
-            f"each {each}."
+            f"{', its first axis possibly 1' * shared}; got {x.shape}. {advice}"
         )
     return x
 
@@ -92,10 +95,18 @@ def broadcastable(name: str, x: jax.Array, scores_shape) -> jax.Array:
         )
     shape = (1,) * (4 - x.ndim) + x.shape
     if any(have not in (1, want) for have, want in zip(shape, scores_shape, strict=True)):
+        batch, _, q_len, kv_len = scores_shape
+        advice = (
+            "Give each axis size 1 or the scores' size; missing axes are added in front, heads are "
+            "query heads."
+        )
+        if x.shape == (batch, kv_len):
+            advice = f"Write `{name}[:, None, None]`, if it has a row of keys for each sequence."
+        elif x.shape == (batch, q_len, kv_len):
+            advice = f"Write `{name}[:, None]`, if all heads share it."
         raise ValueError(
             f"`{name}` must be broadcastable to [B, N, T, S] = {scores_shape}; got "
-            f"{name}.shape={x.shape}. Give each axis size 1 or the scores' size; missing axes "
-            "are added in front, heads are query heads."
+            f"{name}.shape={x.shape}. {advice}"
         )
     return x.reshape(shape)
 
@@ -205,10 +216,13 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> No
         program, out = trace([*s, *at], arrays)
     except Exception as error:  # The user's function runs here, and may raise anything.
         reason = str(error).partition("\n")[0].rstrip(".")
+        advice = "Use elementwise jax.numpy, `jnp.where` for `if` and `&` for `and`"
+        if not _takes(fn, len(s) + 4 + len(arrays)):
+            advice = f"Give it {'s, ' * len(s)}b, h, q_pos, k_pos and a parameter for each operand"
         raise TypeError(
             f"`{name}` must be traceable for indices b of shape {b}, h of {h}, q_pos of {q} "
             f"and k_pos of {k}, followed by {len(arrays)} operands; got {type(error).__name__}: "
-            f"{reason}. Use elementwise jax.numpy, and `jnp.where` in place of `if`."
+            f"{reason}. {advice}."
         ) from error
     if program.consts:
         raise TypeError(
@@ -239,6 +253,17 @@ def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> No
             f"of shape {out.shape} for {jnp.dtype(dtype).name} of shape {shape}. Cast the result "
             "with `.astype(s.dtype)`, and compute elementwise."
         )
+
+
+def _takes(fn, count: int) -> bool:
+    """Whether a function takes `count` positional arguments, as far as Python knows."""
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
 
 
 def uses(program, number: int) -> bool:

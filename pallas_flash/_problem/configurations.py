@@ -125,7 +125,7 @@ def sizes_of(configuration: Any, implementation: Any) -> TileSizes | None:
         )
     if implementation in ("xla", "reference"):
         raise ValueError(
-            f"`config` must be None where no kernel takes them; got {configuration} with "
+            f"`config` must be None where no kernel has tiles; got {configuration} with "
             f"implementation={implementation!r}. Drop one of the two."
         )
     if isinstance(configuration, TileSizes):

@@ -100,18 +100,21 @@ class MaskObject(abc.ABC):
     __array_ufunc__ = None
 
     def __and__(self, other) -> "MaskObject":
+        """A query sees the keys that both masks allow; `other` may be a boolean array."""
         return AllOf((*_parts(AllOf, self), *_parts(AllOf, other)))
 
     def __rand__(self, other) -> "MaskObject":
         return AllOf((other, *_parts(AllOf, self)))
 
     def __or__(self, other) -> "MaskObject":
+        """A query sees the keys that either mask allows; `other` may be a boolean array."""
         return AnyOf((*_parts(AnyOf, self), *_parts(AnyOf, other)))
 
     def __ror__(self, other) -> "MaskObject":
         return AnyOf((other, *_parts(AnyOf, self)))
 
     def __invert__(self) -> "MaskObject":
+        """A query sees the keys that this mask hides."""
         return Not((self,))
 
     def __bool__(self):
@@ -179,7 +182,7 @@ def fitted(mask, call: Call) -> tuple[Leaf, ...]:
     """Return the leaves of the argument `mask`, checked against the call."""
     if isinstance(mask, MaskObject):
         return mask._fit(call)
-    x = array("mask", mask)
+    x = _array(mask)
     if x.dtype != jnp.bool_:
         raise TypeError(
             f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
@@ -190,7 +193,21 @@ def fitted(mask, call: Call) -> tuple[Leaf, ...]:
 
 def sizes_of(mask) -> tuple[int, ...]:
     """Return B, N, T and S as far as the arrays of the argument `mask` have them; 1 elsewhere."""
-    return mask._sizes() if isinstance(mask, MaskObject) else _padded_shape(array("mask", mask))
+    return mask._sizes() if isinstance(mask, MaskObject) else _padded_shape(_array(mask))
+
+
+def _array(mask) -> jax.Array:
+    """Return the argument `mask` as an array, where it is no mask object."""
+    advice = None
+    if isinstance(mask, type) and issubclass(mask, MaskObject):
+        advice = f"Pass an object of it: `{mask.__name__}(...)`."
+    elif callable(mask):
+        advice = "Wrap a function in `pallas_flash.masks.Predicate`."
+    elif isinstance(mask, (tuple, list)) and any(isinstance(x, MaskObject) for x in mask):
+        advice = "Write `a & b` or `a | b`, which join masks."
+    if advice is not None:
+        raise TypeError(f"`mask` must be an array or a mask object; got {describe(mask)}. {advice}")
+    return array("mask", mask)
 
 
 def _parts(kind: type["Joined"], mask) -> tuple[Any, ...]:
@@ -467,6 +484,11 @@ class BlockMask(MaskObject):
                 f"`k` must be None with numbers of blocks, which are all taken; got {describe(k)}. "
                 "Drop it, or give fewer numbers."
             )
+        if numbered and kv_len is None:
+            raise ValueError(
+                "`kv_len` must be given with numbers of blocks, which do not say how many blocks "
+                "there are; got None. Pass S."
+            )
         if numbered:
             kv_len = at_least(1, "kv_len", kv_len)
             choose = functools.partial(_numbered, count=Tiling(kv_len, block_kv).count)
@@ -530,8 +552,9 @@ class BlockMask(MaskObject):
         if table.ndim != 4 or table.shape[2:] != want[2:] or not broadcasts(table.shape, want):
             raise ValueError(
                 f"`BlockMask.{name}` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] "
-                f"= {want}, its first two axes possibly 1; got {table.shape}. Use the blocks of "
-                f"the call, of {self.block_q} queries and {self.block_kv} keys."
+                f"= {want}, its first two axes possibly 1; got {table.shape} with "
+                f"block_q={self.block_q} and block_kv={self.block_kv}. Use a table "
+                "for this call, with the `block_q` and `block_kv` that it was made for."
             )
         return table
 

@@ -137,7 +137,9 @@ def explained(
         by = (x.implementation for x in passes)
         reasons += configurations.effect(request.config, *by)
     if forward.implementation != "reference" and (when := _low_part(problem, scale)) is not None:
-        reasons.append(f"The low part of the output is a residual, as large as the output{when}.")
+        reasons.append(
+            f"Its gradient keeps the rounding error of the output, as much memory again{when}."
+        )
     refused = dict(forward.refused)
     return Explanation(
         forward.implementation, " ".join(reasons), refused, method, dict(_tiles_in_words(plan))

@@ -237,7 +237,8 @@ class KVCache(nnx.Module):
         if not self.ragged or self.ring:
             raise ValueError(
                 "`path` must be for a cache with ragged=True and ring=False; got "
-                f"ragged={self.ragged}, ring={self.ring}. For drafts in a row set `lengths` back."
+                f"ragged={self.ragged}, ring={self.ring}. To drop drafts that lie in a "
+                "row, set `lengths` back."
             )
         batch, given = self.lengths.shape, {"start": start, "path": path, "count": count}
         given = {name: array_of_dtype(name, x, "int32") for name, x in given.items()}

@@ -93,7 +93,7 @@ def test_low_part_is_kept_where_needed(name, implementation):
         return sum(x.shape == (1, T, N, V) for x in jax.tree.leaves(pull))
 
     assert residuals((q, k, v, x)) == 1 + kept
-    assert ("The low part of the output is a residual" in explained(x)) is kept
+    assert ("Its gradient keeps the rounding error of the output" in explained(x)) is kept
     assert ("where a gradient of" in explained(x)) is (kept and argument not in (None, "operand"))
     if argument is not None:
         assert residuals((q, k, v)) == 1 + (argument == "operand")

@@ -48,7 +48,7 @@ def bad_mask_objects():
         mask(lambda: Segments(i32(2, 5)), "Segments of queries for T != S", ValueError,
              "`Segments.key_value` must be given where T and S differ; got None with T=5 and S=7."),
         mask(lambda: Segments(i32(5), i32(7)), "Segments without a batch axis", ValueError,
-             "`Segments.query` must have shape [B, T] = (2, 5); got (5,)."),
+             "`Segments.query` must have shape [B, T] = (2, 5); got (5,). Give one number for"),
         mask(lambda: Segments(i32(2, 5), f32(2, 7)), "Segments of floats", TypeError,
              "`Segments.key_value` must be int32; got float32."),
         mask(lambda: Segments([[0] * 5], i32(2, 7)), "Segments of lists", TypeError,
@@ -59,6 +59,17 @@ def bad_mask_objects():
              "`mask` must be broadcastable to [B, N, T, S] = (2, 6, 5, 7); got mask.shape=(7, 5)."),
         mask(lambda: PrefixLM(i32(2)) & True, "joined with a bool", TypeError,
              "`mask` must be an array; got bool True."),
+        mask(lambda: max, "function", TypeError, "`mask` must be an array or a mask object; got "
+             "builtin_function_or_method <built-in function max>. Wrap a function in `pallas_fl"),
+        mask(lambda: Predicate(lambda i, j: i >= j), "function of two indices", TypeError,
+             "Give it b, h, q_pos, k_pos and a parameter for each operand."),
+        mask(lambda: PrefixLM, "class", TypeError, "Pass an object of it: `PrefixLM(...)`."),
+        mask(lambda: [PrefixLM(i32(2)), block_mask()], "list of masks", TypeError,
+             "Write `a & b` or `a | b`, which join masks."),
+        mask(lambda: np.ones((2, 7), bool), "array by batch element and key", ValueError,
+             "got mask.shape=(2, 7). Write `mask[:, None, None]`, if it has"),
+        mask(lambda: np.ones((2, 5, 7), bool), "array by batch element, query and key", ValueError,
+             "got mask.shape=(2, 5, 7). Write `mask[:, None]`, if all heads"),
         mask(lambda: "text" & PrefixLM(i32(2)), "joined with a string", TypeError,
              "`mask` must be an array; got str 'text'."),
         mask(lambda: block_mask(q_len=6), "BlockMask for other queries", ValueError,
@@ -71,11 +82,12 @@ def bad_mask_objects():
              "`BlockMask.some` must be an array; got list [[True]]."),
         mask(lambda: BlockMask(jnp.ones((3, 2), bool), 2, 4), "BlockMask of rank 2", ValueError,
              "`BlockMask.some` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] = "
-             "(2, 6, 3, 2), its first two axes possibly 1; got (3, 2)."),
+             "(2, 6, 3, 2), its first two axes possibly 1; got (3, 2) with block_q=2 and "
+             "block_kv=4. Use a table for this call"),
         mask(lambda: BlockMask(jnp.ones((1, 3, 3, 2), bool), 2, 4), "BlockMask by head of keys",
-             ValueError, "its first two axes possibly 1; got (1, 3, 3, 2)."),
+             ValueError, "its first two axes possibly 1; got (1, 3, 3, 2) with"),
         mask(lambda: BlockMask(jnp.ones((1, 1, 1, 2), bool), 2, 4), "BlockMask, broadcast",
-             ValueError, "its first two axes possibly 1; got (1, 1, 1, 2)."),
+             ValueError, "its first two axes possibly 1; got (1, 1, 1, 2) with"),
         mask(lambda: dataclasses.replace(block_mask(), every=f32(1, 1, 3, 2)),
              "BlockMask with floats for every", TypeError,
              "`BlockMask.every` must be boolean; got float32."),
@@ -175,13 +187,13 @@ def bad_mask_objects():
         mask(lambda: BlockMask.from_topk(i32(1, 1, 1, 1), 1, kv_len=7), "from_topk with k",
              ValueError, "`k` must be None with numbers of blocks, which are all taken; got int "),
         mask(lambda: BlockMask.from_topk(i32(1, 1, 1, 1)), "from_topk of numbers alone", ValueError,
-             "`kv_len` must be an int of at least 1; got NoneType None."),
+             "`kv_len` must be given with numbers of blocks, "),
         mask(lambda: BlockMask.from_topk(f32(1, 1, 1, 1), 1, kv_len=9), "from_topk for other keys",
              ValueError, "`BlockMask.kv_len` must be that of the call; got 9 and 7."),
         mask(lambda: BlockMask.from_topk(f32(1, 1, 1, 4), 1, kv_len=99), "from_topk of more blocks",
              ValueError, "`scores` must have a key block for each 64 of 99 keys, 2 in all; got sh"),
         mask(lambda: BlockMask.from_topk(f32(1, 1, 3, 2), 1, block_q=2), "from_topk by blocks",
-             ValueError, "(2, 6, 3, 1), its first two axes possibly 1; got (1, 1, 3, 2)."),
+             ValueError, "(2, 6, 3, 1), its first two axes possibly 1; got (1, 1, 3, 2) with"),
         # Errors of `from_mask` itself.
         *(mask(lambda name=name, x=x: BlockMask.from_mask(**dict(mask=allowed, q_len=5, kv_len=7)
                                                           | {name: x}),
@@ -215,7 +227,7 @@ def bad_mask_objects():
         mask(lambda: BlockMask.from_mask(jnp.ones((3, 1, 5, 7), bool), 5, 7),
              "BlockMask of another batch", ValueError,
              "`BlockMask.some` must have shape [B, N, ceil(T / block_q), ceil(S / block_kv)] = "
-             "(2, 6, 1, 1), its first two axes possibly 1; got (3, 1, 1, 1)."),
+             "(2, 6, 1, 1), its first two axes possibly 1; got (3, 1, 1, 1) with"),
     )  # fmt: skip
     yield Row(
         "size of blocks as an array",

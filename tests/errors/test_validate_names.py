@@ -26,6 +26,10 @@ PEERS = {
         "return_attn_probs": (True, "Use `return_lse`."),
         "cu_seqlens": (i32(3), "Use `segment_ids`, from `pallas_flash.masks.segment_ids_from"),
         "cu_seqlens_q": (i32(3), "positions, from `pallas_flash.masks.arguments_from_cu_seqlens`."),
+        "seq_lengths": (
+            i32(2),
+            "Use `key_value_seq_lengths` to hide padded keys, and `quer",
+        ),
         "cache_seqlens": (i32(2), "Use `query_offset` for the lengths before"),
         "block_table": (i32(2, 3), "Use `pallas_flash.paged_attention`"),
     },
@@ -50,7 +54,7 @@ PEERS = {
         "logits_softcap": (30.0, "Use `logits_soft_cap`, with None for no cap."),
         "is_casual": (True, "Use `is_causal`."),
         "segment_id": (i32(2, 5), "Use `segment_ids`."),
-        "zzz": (1, "Drop it: see `help(pallas_flash.attention)`."),
+        "zzz": (1, "Drop it: see `help(pallas_flash."),
     },
 }
 
@@ -68,7 +72,7 @@ def unknown():
         "a traced unknown keyword",
         lambda: {"causal": True},
         TypeError,
-        "`causal` must be an argument that `attention` has; got an array of bool with shape ().",
+        "`causal` must be an argument of `attention`; got an array of bool with shape ().",
         traced="causal",
     )
 

@@ -51,8 +51,8 @@ CALLS = {
     "sizes": (dict(value_pages=f32((7, 8, 2, 8))), ValueError, "`value_pages` must have the pag"),
     "head dim": (dict(query=f32((2, 3, 4, 4))), ValueError, "`key_pages` must have the head dim"),
     "heads": (dict(query=f32((2, 3, 3, 8))), ValueError, "`query` must have a multiple of the h"),
-    "no scales": (dict(key_pages=INT8), ValueError, "`key_scales` must be given where pages are"),
-    "scales": (dict(key_scales=f32(2)), ValueError, "`key_scales` must be given where pages are"),
+    "no scales": (dict(key_pages=INT8), ValueError, "`key_scales` must be given with quantised p"),
+    "scales": (dict(key_scales=f32(2)), ValueError, "`key_scales` must be None without quantised"),
     "shape of scales": (
         dict(key_pages=INT8, key_scales=f32((7, 16, 2))),
         ValueError,

@@ -45,9 +45,11 @@ def bad_positions():
         yield from given(name, of_dtypes("float32 int16 uint32 bool", 2, n), TypeError, said)
         said = (
             f"`{name}` must have shape {letters} = {(2, n)}, its first axis possibly 1; "
-            "got {x.shape}. Give one number for each token."
+            "got {x.shape}. "
         )
-        yield from given(name, of_shapes((n,), (2, n + 1), (3, n), (1, 1, n)), ValueError, said)
+        yield from given(name, of_shapes((n,)), ValueError, said + "Add the batch axis, by `[None]")
+        said += "Give one number for each token."
+        yield from given(name, of_shapes((2, n + 1), (3, n), (1, 1, n)), ValueError, said)
     offsets = (3, np.int32(-1), jnp.int32(0), np.array([2, -1], np.int32))
     said = "`query_offset` must be 0 with `query_positions`, which tell the same of each query; "
     yield from given("query_offset", offsets, ValueError, f"{said}got ", query_positions=i32(1, 5))
@@ -172,6 +174,13 @@ def bad_merges():
                 pairs=())  # fmt: skip
     yield merge("no pairs", TypeError, "`pairs[0]` must be a pair (output, LSE); got an array of "
                 "float32 with shape (2, 5, 6, 8).", pairs=(x["o"], x["lse"]))  # fmt: skip
+    yield merge(
+        "pairs in one list",
+        TypeError,
+        "`pairs` must be arguments of their own; got tuple of 2 pairs. Write `merge(*pairs)`.",
+        o=(0, 0),
+        lse=(0, 0),
+    )
     yield merge("list", TypeError, "`pairs[0][1]` must be an array; got list [0].", lse=[0])
     yield merge("output of rank 2", ValueError, "`pairs[0][0]` must be an output [B, T, N, V] or "
                 "[T, N, V] of `attention`; got float32 of shape (5, 6).",

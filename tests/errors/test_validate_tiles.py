@@ -132,7 +132,7 @@ def bad_implementations():
         )
         yield tiles(f"{x} for {asked}", ValueError, said, lambda x=x: x, implementation=asked)
     for asked in ("xla", "reference"):
-        said = "`config` must be None where no kernel takes them; got Triton("
+        said = "`config` must be None where no kernel has tiles; got Triton("
         id = f"tile sizes for {asked}"
         yield tiles(id, ValueError, said, lambda: triton, implementation=asked)
     for kernel, x in (("forward", tuning.ForwardTile()), ("backward", tuning.BackwardTile())):

@@ -92,7 +92,7 @@ CAUSAL = {"is_causal": True}
 @pytest.mark.parametrize(
     ("length", "options", "method", "reason"),
     [
-        (2**16, CAUSAL, "heads", "all devices have equal work"),
+        (2**16, CAUSAL, "heads", "devices have equal work"),
         (2**16, CAUSAL | {"key_value_positions": jnp.zeros((1, 2**16), jnp.int32)}, "ring",
          "positions are taken for `balanced_order`"),
         # A window of a device's keys, and one that is longer.
@@ -120,7 +120,7 @@ def test_method_by_rule(length, options, method, reason):
     assert sorted(chosen.refused) == sorted(others)
     if "heads" not in options:
         assert {*chosen.refused.values()} == {
-            f"Only on request: the rule picks {method!r} for this call."
+            f"{method!r} comes first for this call."
         }
 
 

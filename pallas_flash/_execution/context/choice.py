@@ -67,7 +67,7 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
     method, reason = by_rule(problem, devices, heads="heads" not in refused)
     for name in METHODS:
         if name != method:
-            refused.setdefault(name, f"Only on request: the rule picks {method!r} for this call.")
+            refused.setdefault(name, f"{method!r} comes first for this call.")
     return Choice(method, reason, refused)
 
 
@@ -86,7 +86,7 @@ def by_rule(p: Problem, devices: int, *, heads: bool) -> tuple[str, str]:
     if any(low is not None and max(-low, high or 0) <= p.kv_len for low, high in sides):
         return "ring", "the window is no longer than a device's keys, and neighbours alone send."
     if causal and heads:
-        return "heads", "all devices have equal work, which tokens in order do not give the others."
+        return "heads", "devices have equal work; in order of position, others leave some idle."
     # A device receives (n - 1) / n of its rows of q, o, k and v, or n - 1 shards of k and v.
     if heads and p.rows + p.kv_rows * max(1, devices / p.num_kv_heads) < devices * p.kv_rows:
         return "heads", "it sends less than the others."
