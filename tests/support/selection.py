@@ -33,8 +33,9 @@ MARKS = {
 }
 # Files whose change only documents and the tests of the project can see: beginnings of paths.
 PROJECT = "docs/", ".ci/", ".github/", "README", "CHANGELOG", "CONTRIBUTING", "CITATION", "mkdocs"
-# A page whose kernels have tests, and these.
-STEPS, STEPS_TESTS = ("docs/hopper_steps/", "docs/hopper-steps"), "tests/mosaic/test_hopper_steps.py"
+# A page and its kernels, and their tests.
+STEPS = "docs/hopper_steps/", "docs/hopper-steps.md"
+STEPS_TESTS = "tests/mosaic/test_hopper_steps.py"
 
 
 def add_options(parser):
