@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from models.errors import UserError
 from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
 from models.training.processes import first_line, is_writer, result_of_writer, several, warn
-from models.training.settings import TrainConfig
+from models.training.settings import FREE, TrainConfig
 
 METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
 CHECKSUMS, STATE = "checksums.json", "state"
@@ -179,11 +179,10 @@ class RunFolder:
 
     def _refuse_other_settings(self):
         saved = read_marked(self.path / RUN) or {}
-        fixed = [field.name for field in dataclasses.fields(TrainConfig) if field.compare]
         changed = [
-            f"`{name}` (there {saved.get(name)!r}, now {self._settings[name]!r})"
-            for name in [*fixed, "text", "weights"]
-            if saved.get(name) != self._settings[name]
+            f"`{name}` (there {saved.get(name)!r}, now {now!r})"
+            for name, now in self._settings.items()
+            if name not in FREE and saved.get(name) != now
         ]
         if changed:
             raise UserError(

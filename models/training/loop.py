@@ -254,13 +254,10 @@ def gradient_error(
 
     def gradient(implementation):
         chosen = dataclasses.replace(model, implementation=implementation)
-        _, loss_fn = model_functions(chosen, config.seed, layout)
-        compiled = jax.jit(
-            lambda params, batch: mean_gradient(loss_fn, params, batch)[1],
-            out_shardings=layout.shardings(params),
-            compiler_options=quick,
-        )
-        return compiled(params, batch)
+        loss_fn = model_functions(chosen, config.seed, layout)[1]
+        places = layout.shardings(params)
+        options = dict(out_shardings=places, compiler_options=quick)
+        return jax.jit(lambda *x: mean_gradient(loss_fn, *x)[1], **options)(params, batch)
 
     # Kernels for Hopper take no float32, so others are checked in their place.
     ours = None if model.implementation == "mosaic" else model.implementation
@@ -269,9 +266,8 @@ def gradient_error(
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
     def relative(ours, reference):
-        return jax.tree.map(
-            lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2)), ours, reference
-        )
+        norm = jnp.linalg.norm
+        return jax.tree.map(lambda a, b: norm(a - b) / norm(b), ours, reference)
 
     errors = jax.tree.leaves_with_path(jax.device_get(relative(ours, reference)))
     return max(
@@ -284,16 +280,13 @@ def gradient_error(
     )
 
 
-def check_gradients(config: TrainConfig, model: DecoderConfig, text: Text, layout: Layout) -> float:
+def check_gradients(run: "Run") -> float:
     """Print the end-to-end gradient error, and stop the run if it is too large."""
     say("gradients", "are compared with the dense reference's: compiling two programs")
     start = time.perf_counter()
-    error, name = gradient_error(config, model, text, layout)
-    say(
-        "gradients",
-        f"relative error {error:.1e} against the reference (worst parameter: {name}; bound "
-        f"{GRADIENT_BOUND:.0e}; {time.perf_counter() - start:.1f} s)",
-    )
+    error, name = gradient_error(*run[:2], run.text, run.layout)
+    got = f"relative error {error:.1e} against the reference (worst parameter: {name}; "
+    say("gradients", f"{got}bound {GRADIENT_BOUND:.0e}; {time.perf_counter() - start:.1f} s)")
     if not error <= GRADIENT_BOUND:
         raise UserError(
             f"`attention` must give the reference's gradients to within {GRADIENT_BOUND:.0e}; got "
@@ -381,15 +374,16 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, frozen: Any, sto
 class Result(NamedTuple):
     """The result of a run.
 
+    Losses are in nats per token; they are None without an evaluation, or if damaged metrics have
+    lost them.
+
     Attributes:
         step: Updates done, over all the sessions of the run.
-        loss: Training loss of the last update, in nats per token, in process 0; None if its line of
-            the metrics is lost.
-        val_loss: Last loss on the held-out text; None without an evaluation.
+        loss: Training loss of the last update, in process 0.
+        val_loss: Last loss on the held-out text.
         bits_per_byte: The same in bits for a byte of that text; None for conversations, too.
         gradient_error: Error of the gradient check; None without a check.
-        speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
-            without an update.
+        speed: Mean speed of this session's updates; None without one.
         interrupted: Whether a signal ended the session before the run's last step.
     """
 
@@ -483,7 +477,7 @@ def train(config: TrainConfig) -> Result:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
-            error = check_gradients(config, model, text, layout)
+            error = check_gradients(run)
         frozen = first_params(config, model, layout) if tunes else None
         if folder.last_step:
             state = folder.restore(folder.last_step, init_state, layout.shardings)

@@ -31,99 +31,84 @@ CHOICES = {
 }
 
 
-def setting(default: Any, says: str, *, fixed: bool = True) -> Any:
-    """Return a field of `TrainConfig` with the help of its flag.
-
-    Only settings that change no loss are not `fixed`: they may change when a run resumes.
-    """
-    return dataclasses.field(default=default, compare=fixed, metadata={"help": says})
+# The help of each flag.
+HELP = {
+    "num_layers": "number of layers of a new model",
+    "num_heads": "number of its query heads",
+    "num_kv_heads": "number of its key/value heads; else as many",
+    "features": "size of its residual stream",
+    "context": "tokens of a sequence in training",
+    "dtype": "type of the activations; else bfloat16 on a GPU and float32 elsewhere",
+    "param_dtype": "type of the parameters",
+    "attention": "implementation of pallas_flash.attention, which else chooses",
+    "remat": "whether the backward computes activations again, to save memory; not attention's",
+    "data": "text, a folder of text, or tokens by prepare_tokens.py; else Python's own source",
+    "conversations": "file of conversations to tune weights on; see docs/training.md",
+    "out_dir": "folder of the run's results; a run in it is resumed",
+    "init_from": "folder of weights to tune, or of a run that has some; else a new model",
+    "lora_rank": "rank of an adapter (LoRA) that is tuned instead of the weights in init_from",
+    "lora_alpha": "multiplies the adapter, over its rank; else twice the rank",
+    "lora_targets": "matrices with an adapter, as in q_proj,v_proj; else all of attention and MLP",
+    "mesh": "devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; else all on data",
+    "seed": "decides the initial parameters and the order of the data",
+    "steps": "number of optimizer updates",
+    "batch_size": "sequences per update",
+    "accumulation": "parts of a batch that are computed one after the other, to save memory",
+    "learning_rate": "peak of AdamW's, after the warmup; it falls to a tenth",
+    "warmup_steps": "updates of linear warmup; a preset's are at most a tenth of --steps",
+    "weight_decay": "AdamW's decay, of matrices only",
+    "eval_every": "updates between two looks at the held-out text",
+    "eval_batches": "size of such a look, in batches spread evenly over that text",
+    "log_every": "updates between two writes to metrics.jsonl",
+    "checkpoint_every": "updates between two checkpoints; the best held-out loss has one, too",
+    "keep_checkpoints": "number of checkpoints kept, beside that of the best held-out loss",
+    "gradient_check": "whether to compare gradients with the reference before training",
+}
+# Settings that may change when a run resumes, because no loss depends on them. A text is compared
+# by its tokens, and another mesh changes only the order of sums.
+FREE = {"data", "conversations", "out_dir", "mesh", "gradient_check"}
+FREE |= {"log_every", "checkpoint_every", "keep_checkpoints"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """All settings of a run; the defaults are the `cpu` preset."""
+    """All settings of a run, which `HELP` explains; the defaults are the `cpu` preset."""
 
-    num_layers: int = setting(4, "number of layers of a new model")
-    num_heads: int = setting(4, "number of its query heads")
-    num_kv_heads: int | None = setting(None, "number of its key/value heads; else as many")
-    features: int = setting(128, "size of its residual stream")
-    context: int = setting(128, "tokens of a sequence in training")
-    dtype: str | None = setting(
-        None, "type of the activations; else bfloat16 on a GPU and float32 elsewhere"
-    )
-    param_dtype: str = setting("float32", "type of the parameters")
-    attention: str | None = setting(
-        None, "implementation of pallas_flash.attention, which else chooses"
-    )
-    remat: bool = setting(
-        False,
-        "whether the backward computes a layer's activations again, to save memory; the residuals "
-        "of attention are kept",
-    )
-    # A text is compared by its tokens, and not by its path.
-    data: str | None = setting(
-        None,
-        "text file, or folder of text files, or of tokens by prepare_tokens.py; else Python's "
-        "standard library",
-        fixed=False,
-    )
-    conversations: str | None = setting(
-        None,
-        "file of conversations to tune weights on, instead of data: lines like "
-        '{"messages": [{"role": "user", "content": "..."}, ...]}',
-        fixed=False,
-    )
-    out_dir: str = setting(
-        "runs/model", "folder of the run's results; a run in it is resumed", fixed=False
-    )
-    init_from: str | None = setting(
-        None, "folder of weights to tune, or of a run that has some; else a new model"
-    )
-    lora_rank: int | None = setting(
-        None, "rank of an adapter (LoRA) that is tuned instead of the weights in init_from"
-    )
-    lora_alpha: float | None = setting(
-        None, "multiplies the adapter, over its rank; else twice the rank"
-    )
-    lora_targets: str | None = setting(
-        None,
-        "names of the matrices with an adapter, as in q_proj,v_proj; else all of attention and MLP",
-    )
-    mesh: str | None = setting(
-        None,
-        "devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; else all of them on data; "
-        "another mesh changes only the order of sums",
-        fixed=False,
-    )
-    seed: int = setting(0, "decides the initial parameters and the order of the data")
-    steps: int = setting(800, "number of optimizer updates")
-    batch_size: int = setting(16, "sequences per update")
-    accumulation: int = setting(
-        1, "number of equal parts of a batch that are computed one after the other, to save memory"
-    )
-    learning_rate: float = setting(3e-3, "peak of AdamW's, after the warmup; it falls to a tenth")
-    warmup_steps: int = setting(
-        50, "updates of linear warmup; a preset's are at most a tenth of --steps"
-    )
-    weight_decay: float = setting(0.1, "AdamW's decay, of matrices only")
-    eval_every: int = setting(200, "updates between two looks at the held-out text")
-    eval_batches: int = setting(20, "size of such a look, in batches spread evenly over that text")
-    log_every: int = setting(10, "updates between two writes to metrics.jsonl", fixed=False)
-    checkpoint_every: int = setting(
-        200, "updates between two checkpoints; a new lowest held-out loss has one, too", fixed=False
-    )
-    keep_checkpoints: int = setting(
-        3, "number of checkpoints kept, beside that of the lowest held-out loss", fixed=False
-    )
-    gradient_check: bool = setting(
-        True, "whether to compare gradients with the reference before training", fixed=False
-    )
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    features: int = 128
+    context: int = 128
+    dtype: str | None = None
+    param_dtype: str = "float32"
+    attention: str | None = None
+    remat: bool = False
+    data: str | None = None
+    conversations: str | None = None
+    out_dir: str = "runs/model"
+    init_from: str | None = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
+    mesh: str | None = None
+    seed: int = 0
+    steps: int = 800
+    batch_size: int = 16
+    accumulation: int = 1
+    learning_rate: float = 3e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    eval_every: int = 200
+    eval_batches: int = 20
+    log_every: int = 10
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 3
+    gradient_check: bool = True
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                default = (1, INT) if isinstance(value, int) else (TINY, HUGE)
-                low, high = RANGES.get(name, default)
+            if type(value) in (int, float):
+                low, high = RANGES.get(name, (1, INT) if type(value) is int else (TINY, HUGE))
                 # Written such that NaN is refused, too.
                 if not low <= value <= high:
                     raise UserError(f"`{name}` must be between {low} and {high}; got {value}.")
@@ -262,13 +247,11 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         "an adapter: lora)",
     )
     hints = typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        name, flag = field.name, "--" + field.name.replace("_", "-")
-        values = {preset: x.get(name, field.default) for preset, x in PRESETS.items()}
-        others = [f"{preset}: {x}" for preset, x in values.items() if x != field.default]
-        default = [] if field.default is None else [f"default: {field.default}"]
-        said = "; ".join(default + others)
-        text = f"{field.metadata['help']}{said and f' ({said})'}".replace("%", "%%")
+    for name, text in HELP.items():
+        flag, default = "--" + name.replace("_", "-"), getattr(TrainConfig, name)
+        values = {"default": default} | {x: PRESETS[x].get(name, default) for x in PRESETS}
+        said = [f"{x}: {y}" for x, y in values.items() if (y != default) == (x != "default")]
+        text += "" if values == dict.fromkeys(values) else f" ({'; '.join(said)})"
         kind = (typing.get_args(hints[name]) or (hints[name],))[0]
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)

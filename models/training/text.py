@@ -21,7 +21,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -60,27 +60,6 @@ class Batch(NamedTuple):
     answers: Any = None
 
 
-class Side(Protocol):
-    """The sequences to train on, or those that are held out, by numbers."""
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """All tokens."""
-        ...
-
-    def draw(self, step: int, config: TrainConfig) -> np.ndarray:
-        """Return the sequences of an update, a function of (seed, step) alone."""
-        ...
-
-    def spread(self, config: TrainConfig) -> np.ndarray:
-        """Return the sequences of a look at the held-out text, the same at every look."""
-        ...
-
-    def readers(self, context: int) -> Batch:
-        """Return functions from numbers of sequences to their arrays."""
-        ...
-
-
 class Stream(NamedTuple):
     """One stream of tokens; a sequence is a window of it, and its number is where it starts.
 
@@ -96,17 +75,17 @@ class Stream(NamedTuple):
     ends: np.ndarray | None = None
 
     def draw(self, step: int, config: TrainConfig) -> np.ndarray:
-        """Return random windows."""
+        """Return the windows of an update: random ones, a function of (seed, step) alone."""
         random = np.random.default_rng([config.seed, step])
         return random.integers(0, len(self.tokens) - config.context, config.batch_size)
 
     def spread(self, config: TrainConfig) -> np.ndarray:
-        """Return windows spread evenly over the text."""
+        """Return the windows of a look at the text, spread evenly over it."""
         last, count = len(self.tokens) - config.context - 1, config.eval_batches * config.batch_size
         return np.linspace(0, last, count).astype(int)
 
     def readers(self, context: int) -> Batch:
-        """Read windows; a document is counted from the first of its window."""
+        """Return functions from windows to arrays; documents are counted from the first."""
 
         def documents(starts):
             numbers = np.searchsorted(self.ends, places(starts), side="right")
@@ -125,7 +104,7 @@ class Text(NamedTuple):
     """The text of a run.
 
     Attributes:
-        train: The side to train on.
+        train: The side to train on, a `Stream`, or `Rows` of conversations.
         held_out: The side that is held out.
         vocab_size: Number of different tokens.
         sha256: A hash of both sides, by which a resumed run knows its text.
@@ -134,8 +113,8 @@ class Text(NamedTuple):
         tokens: The folder of prepare_tokens.py that has it; None without one.
     """
 
-    train: Side
-    held_out: Side
+    train: Any
+    held_out: Any
     vocab_size: int
     sha256: str
     said: list[str]
@@ -144,9 +123,7 @@ class Text(NamedTuple):
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits of a byte of the held-out text, from nats of its tokens."""
-        if self.bytes is None:
-            return None
-        return loss / math.log(2) * len(self.held_out.tokens) / self.bytes
+        return self.bytes and loss / math.log(2) * len(self.held_out.tokens) / self.bytes
 
 
 def read_files(data: str | None, out_dir: str) -> tuple[list[tuple[str, bytes]], list[str]]:
@@ -333,7 +310,7 @@ def check_tokens(config: TrainConfig, text: Text, vocab_size: int):
         )
 
 
-def read_batch(side: Side, numbers: np.ndarray, config: TrainConfig, layout: Layout) -> Batch:
+def read_batch(side: Any, numbers: np.ndarray, config: TrainConfig, layout: Layout) -> Batch:
     """Return sequences, each array `[parts, microbatch, context + 1]`.
 
     Each process reads only the sequences that its devices compute.
