@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 import pallas_flash
 from models import checkpoint
 from models.config import DecoderConfig
+from models.rope import Rope
 from models.sharding import Layout
 from pallas_flash.flax import KVCache, SelfAttention
 
@@ -408,7 +409,7 @@ class Decoder(nnx.Module):
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for layer in self.layers:
             layer.attention.init_cache(shape, ragged=True, sharding=heads)
-            if (rope := layer.attention.rope) is not None and rope.kind == "longrope":
+            if isinstance(rope := layer.attention.rope, Rope) and rope.kind == "longrope":
                 layer.attention.rope = dataclasses.replace(rope, room=length)
 
     @classmethod

@@ -42,7 +42,7 @@ import numpy as np
 
 
 def chosen_step(run: Path, step: int | None) -> int:
-    """Return the step of a whole checkpoint: the given one, or that of the lowest held-out loss.
+    """Return the step of a whole checkpoint: the given one, or the one of lowest held-out loss.
 
     Without a look at the held-out text, it is the last.
 

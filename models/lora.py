@@ -8,7 +8,7 @@ begins at zero, so that the first loss is the model's. A loss of the adapter alo
 
     lambda adapter: loss(merged(config, params, adapter, alpha))
 
-Folders of adapters are those of the package peft: adapter_config.json, adapter_model.safetensors.
+The package peft reads and writes the same folders: adapter_config.json, adapter_model.safetensors.
 """
 
 import json
@@ -24,6 +24,7 @@ from models import checkpoint
 from models.checkpoint import Stored
 from models.config import DecoderConfig
 from models.families import json_object
+from models.rope import is_number
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The matrices of attention and of the MLP, by their paths in `Decoder`.
@@ -79,8 +80,9 @@ def init(
     there, leaves = matrices(config, params), checkpoint.leaves_by_path(params)
     names = sorted({name.rpartition(".")[2] for name in there})
     targets = names if targets is None else targets
-    if isinstance(targets, str) or not targets or (wrong := [x for x in targets if x not in names]):
-        got = repr(targets) if isinstance(targets, str) or not targets else repr(wrong[0])
+    wrong = [targets] if isinstance(targets, str) else [x for x in targets if x not in names]
+    if wrong or not targets:
+        got = repr(wrong[0] if wrong else targets)
         raise ValueError(f"`targets` must be some of {', '.join(names)}; got {got}.")
     adapter = {}
     for number, (name, (paths, _)) in enumerate(there.items()):
@@ -105,8 +107,8 @@ def merged(
         params: The model's parameters; they and the adapter may be arrays of NumPy.
         adapter: The adapter.
         alpha: Multiplies the products, over the rank.
-        dtype: Type of what is returned; None is that of each parameter, and the wider of the two of
-            a sum.
+        dtype: Type of what is returned. By default a sum has the wider of the two types, and other
+            parameters keep theirs.
     """
     leaves, there, new = checkpoint.leaves_by_path(params), matrices(config, params), {}
     for name, x in adapter.items():
@@ -198,7 +200,7 @@ def load(folder: str | pathlib.Path, config: DecoderConfig, params: Any) -> tupl
                 f"{x!r:.60}."
             )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or not is_number(alpha):
         raise ValueError(
             f"{folder / CONFIG} must have numbers `r` and `lora_alpha`; got {rank!r} and {alpha!r}."
         )

@@ -127,7 +127,7 @@ class Rope:
         """Return the rotary positions of `rope_theta` and the fields of `rope_scaling`.
 
         Args:
-            fields: They.
+            fields: These, in one object.
             context: Longest text.
             original: The original context, where it stands beside these fields (Phi-3).
 
