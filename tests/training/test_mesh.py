@@ -234,7 +234,7 @@ CHECKS = {
     ],
     check_each_device_holds_its_part: [],
     check_weights_are_tuned_as_on_one_device: [
-        "documents to train on",
+        "files to train on",
         "/run/weights, in float32",
     ],
     check_conversations_are_tuned_as_on_one_device: ["carry loss, in 4 rows"],
