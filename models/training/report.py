@@ -225,7 +225,8 @@ def describe(run, params):
         f"{model.num_heads} query and {model.num_kv_heads} key/value heads, context "
         f"{config.context}, {model.compute_dtype} activations, {model.param_dtype} parameters",
     )
-    say("attention", f"{attention} (--attention {config.attention or 'auto'}) {reason}".rstrip())
+    asked = f"--attention {config.attention}" if config.attention else "chosen automatically"
+    say("attention", f"{attention} ({asked}) {reason}".rstrip())
     for label, line in zip(["text", *[""] * len(text.said)], text.said, strict=False):
         say(label, line)
     say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")

@@ -271,6 +271,20 @@ def test_report_says_what_carries_loss(tuning, weights, capsys):
     )
 
 
+def test_first_token_carries_no_loss(tuning, with_template):
+    """Only the conversation before it in the row could predict it."""
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    write(Path(tuning.conversations), [chat(x, first="assistant") for x in ("abc", "de", "f!")])
+    rows = load_conversations(
+        dataclasses.replace(tuning, init_from=str(with_template(template)))
+    ).train
+    firsts = np.diff(rows.documents, prepend=-1) > 0
+    assert rows.documents.max() > 1 and not rows.answers[firsts].any()
+    assert rows.answers.any()
+
+
 def test_every_row_comes_once_in_a_pass(tuning):
     config = dataclasses.replace(tuning, context=45, batch_size=5, accumulation=1)
     text = load_conversations(config)

@@ -6,6 +6,7 @@ run in a process of their own. Several processes are real ones, on this machine.
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support import cases, children
-from support.decoder_files import make
+from support.decoder_files import make, tokenizer_of_bytes
 from support.repository import ROOT
 from support.tiny_run import TINY as FOR_ONE_DEVICE
 from support.tiny_run import flags, metrics, model_of
@@ -197,6 +198,27 @@ def check_weights_are_tuned_as_on_one_device(config):
         np.testing.assert_allclose(x, copies[1][name], atol=1e-4)
 
 
+def check_conversations_are_tuned_as_on_one_device(config):
+    """Answers lie in the order of the tokens, whose number is a multiple of twice the devices."""
+    folder = Path(config.out_dir).parent / "weights"
+    make("qwen2", vocab_size=264, max_position_embeddings=64).save_pretrained(folder)
+    tokenizer_of_bytes(["<end>"]).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    with open(folder / "chats.jsonl", "w") as file:
+        for n in range(9):
+            turns = [("user", "q" * n), ("assistant", "a" * (9 - n)), ("assistant", "b")]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    paths = dict(init_from=str(folder), conversations=str(folder / "chats.jsonl"), data=None)
+    run = dataclasses.replace(config, **paths, context=88, attention="xla", gradient_check=True)
+    run = dataclasses.replace(run, mesh="fsdp=2,sequence=2,tensor=2")
+    train(run)
+    as_on_one_device(dataclasses.replace(run, gradient_check=False), run)
+
+
 # The lines that each check prints.
 CHECKS = {
     check_a_mesh_trains_as_one_device: [
@@ -212,9 +234,10 @@ CHECKS = {
     ],
     check_each_device_holds_its_part: [],
     check_weights_are_tuned_as_on_one_device: [
-        "documents to train on",
+        "files to train on",
         "/run/weights, in float32",
     ],
+    check_conversations_are_tuned_as_on_one_device: ["carry loss, in 4 rows"],
     check_attention_is_sent_once_with_remat: [],
 }
 
@@ -222,6 +245,7 @@ CHECKS = {
 CHECKING = (
     check_a_run_goes_on_where_all_is_divided_otherwise,
     check_weights_are_tuned_as_on_one_device,
+    check_conversations_are_tuned_as_on_one_device,
 )
 
 
