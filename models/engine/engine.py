@@ -39,7 +39,7 @@ class Answer:
         log_probabilities: The logarithm of the probability that the model gives to each new token,
             at temperature 1 and without limits.
         end: None while it grows; then "stop" (a stop token or string), "length" (`max_tokens`),
-            "full" (the model's context, or all pages) or "cancelled".
+            "full" (`max_length` of the engine) or "cancelled".
     """
 
     def __init__(self, id: int, sample: int, prompt: Sequence[int], make_stream: Any):
@@ -108,12 +108,11 @@ class Engine:
             float8_e4m3fn; None is the activations'.
         max_requests: Most texts that are continued at once; others wait.
         max_tokens_per_step: Most tokens that a step computes, a power of two above `max_requests`.
+        max_length: Most tokens that the model reads of a text; None are its context, or all pages.
+            By it, the rotary positions of longrope are chosen.
         drafts: Most tokens of a text that a step guesses and checks, beside the one that it knows.
             A guess is what has followed the last three tokens before. The answers stay the same.
             Then a step waits for the tokens of the step before.
-
-    Attributes:
-        max_length: Most tokens that the model reads of a text: its context, or what all pages hold.
 
     Raises:
         ValueError: An argument is out of range, or of another kind.
@@ -129,12 +128,14 @@ class Engine:
         cache_dtype: str | None = None,
         max_requests: int = 64,
         max_tokens_per_step: int = 2048,
+        max_length: int | None = None,
         drafts: int = 0,
     ):
         if not isinstance(model, Decoder):
             raise ValueError(f"`model` must be a Decoder; got {type(model).__name__}.")
         sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests)
-        sizes |= dict(max_tokens_per_step=max_tokens_per_step, drafts=drafts)
+        max_length = model.config.context if max_length is None else max_length
+        sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length, drafts=drafts)
         for name, size in sizes.items():
             least = 0 if name == "drafts" else 1
             if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
@@ -151,12 +152,12 @@ class Engine:
         config = model.config
         self._vocab_size, self._tokenizer = config.vocab_size, tokenizer
         self._page_size, self._drafts = page_size, drafts
-        self.max_length = min(config.context, pages * page_size)
+        self.max_length = min(config.context, pages * page_size, max_length)
         slides = bool(config.sliding) and all(config.sliding) and config.window
         left = config.window - 1 if slides and config.window else None
         self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts)
         copy = nnx.merge(*nnx.split(model))
-        copy.init_pages(pages, page_size, cache_dtype)
+        copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
         self._structure, cache, self._params = take_apart(copy)
         # The arrays of a step on the device, and their shardings, which steps keep.
         columns = -(-self.max_length // page_size)
@@ -236,8 +237,8 @@ class Engine:
         words, tokens = self._tokenizer, self._tokens_of(prompt)
         if len(tokens) > self.max_length:
             raise ValueError(
-                f"`prompt` must have at most {self.max_length} tokens, as the model's context and "
-                f"the pages allow; got {len(tokens)}. Shorten it, or give the engine more pages."
+                f"`prompt` must have at most the {self.max_length} tokens that context, pages and "
+                f"`max_length` allow; got {len(tokens)}. Shorten it, or give the engine more room."
             )
         if sampling.stop and words is None:
             raise ValueError("`stop` needs an engine with a tokenizer: use `stop_tokens`.")

@@ -42,7 +42,11 @@ from pallas_flash._problem.tile_sizes import (
     TileSizes,
     backend_of,
     describe,
+    filled,
+    of_implementation,
+    selected,
     sizes_for,
+    tile_of,
 )
 from pallas_flash._selection import tuned
 
@@ -107,8 +111,10 @@ class Tuning:
             tile, kernel = trial.tile, trial.kernel
             result = trial.failure if trial.ms is None else f"{trial.ms:.4f} ms"
             winners, tables = self.config, self.tables.values()
-            marks = "  table" * any(table.tile(kernel) == tile for table in tables)
-            marks += "  winner" * (tile in (winners.tile(kernel), winners.select(_given(tile))))
+            marks = "  table" * any(tile_of(table, kernel) == tile for table in tables)
+            marks += "  winner" * (
+                tile in (tile_of(winners, kernel), selected(winners, _given(tile)))
+            )
             lines.append(f"{kernel:<8}{column(tile)}  {result}{marks}")
         where = f"stored in {self.file}" if self.file else "not stored"
         return "\n".join([*lines, f"{self.clock}; {where}"])
@@ -117,13 +123,13 @@ class Tuning:
 def _given(tile) -> list[str]:
     """Return the kernels that `TileSizes` give a tile."""
     sizes = tile if isinstance(tile, TileSizes) else TileSizes()
-    return [kernel for kernel in KERNELS if sizes.tile(kernel)]
+    return [kernel for kernel in KERNELS if tile_of(sizes, kernel)]
 
 
 def column(tile) -> str:
     """Return a tile as a column of a table."""
     if isinstance(tile, TileSizes):
-        by = "mosaic" if tile.for_backend("mosaic") == tile else "triton"
+        by = "mosaic" if of_implementation(tile, "mosaic") == tile else "triton"
         return f"  all of {by}: {', '.join(_given(tile))}"
     words = describe(tile)
     if backend_of(tile) == "mosaic":
@@ -264,7 +270,7 @@ def search(
             tried = _try_all(name, whole, arguments[name], wanted[name], measure)
             trials += tried
             ways = [trial.tile for trial in tried if trial.ms is not None]
-        winners = winners.filled_from(_fastest(list(ways)))
+        winners = filled(winners, _fastest(list(ways)))
     tables = {by: tile_choice.tiles_of_call(problem, by, None) for by in implementations}
     return Tuning(winners, tuple(trials), tables, clock)
 
@@ -308,9 +314,9 @@ def _kernels(attention_pass: str, by: str, problem: Problem, table: TileSizes) -
     if attention_pass == "backward" and limits.backward_limit(problem, by):
         return []
     if by == "mosaic":
-        return [kernel for kernel in kernels if table.tile(kernel)]
+        return [kernel for kernel in kernels if tile_of(table, kernel)]
     # One kernel of the forward serves a call, but all ways to dk and dv do.
-    return [k for k in kernels if table.tile(k) or k in KEYS_STAY]
+    return [k for k in kernels if tile_of(table, k) or k in KEYS_STAY]
 
 
 def _plan(by: str, sizes: TileSizes, *kernels: str) -> Plan:
@@ -324,13 +330,13 @@ def _ways(winners: TileSizes) -> list[TileSizes]:
     """Return the ways to a pass by an implementation: "mosaic" has two ways to the gradients."""
     kernels = _given(winners)
     ways = [[k for k in kernels if k != "backward"], [k for k in kernels if k == "backward"]]
-    return [winners.select(way) for way in ways if way]
+    return [selected(winners, way) for way in ways if way]
 
 
 def _fastest(ways: list[TileSizes]) -> TileSizes:
     """Return the first of ways sorted by time; one pass, which has no order, beside another way."""
     if ways and ways[0].backward and ways[1:]:
-        return ways[0].filled_from(ways[1])
+        return filled(ways[0], ways[1])
     return ways[0] if ways else TileSizes()
 
 

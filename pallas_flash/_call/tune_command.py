@@ -10,7 +10,10 @@ import jax
 import numpy as np
 
 from pallas_flash._call import tune
-from pallas_flash._problem.tile_sizes import KERNELS
+from pallas_flash._problem.tile_sizes import (
+    KERNELS,
+    tile_of,
+)
 from pallas_flash._selection import tuned
 
 _EXAMPLES = """
@@ -126,6 +129,9 @@ def _stored(clear: bool) -> str:
         winners = {}
     lines = []
     for name, tiles in winners.items():
-        kernels = [kernel for kernel in KERNELS if tiles.tile(kernel)]
-        lines += [name, *(f"  {kernel:<8}{tune.column(tiles.tile(kernel))}" for kernel in kernels)]
+        kernels = [kernel for kernel in KERNELS if tile_of(tiles, kernel)]
+        lines += [
+            name,
+            *(f"  {kernel:<8}{tune.column(tile_of(tiles, kernel))}" for kernel in kernels),
+        ]
     return "\n".join(lines) or f"no winners in {file}"

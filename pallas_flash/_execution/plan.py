@@ -28,7 +28,11 @@ from pallas_flash._jax.one_device import on_one_device
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Gradients, Problem, SplitOutput
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.tile_sizes import FORWARD, TileSizes
+from pallas_flash._problem.tile_sizes import (
+    FORWARD,
+    TileSizes,
+    tile_of,
+)
 
 NO_TILES = TileSizes()
 
@@ -230,7 +234,7 @@ class Plan:
         return o, jnp.moveaxis(lse, 2, 1)
 
     def _tangents_alone(self, problem, log_sum, dots):
-        tile = self.tangents.tiles.tile("dq")
+        tile = tile_of(self.tangents.tiles, "dq")
         return _triton().tangents(problem, log_sum, dots, tile, interpret=self._interpret)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -279,7 +283,7 @@ class Plan:
         cotangents = (problem, o, log_sum, do, dlse, wanted.tables)
         if self.tables.implementation == "xla":
             return xla.table_gradients(*cotangents, on_gpu=self.on_gpu)
-        tile = self.tables.tiles.tile("dq")
+        tile = tile_of(self.tables.tiles, "dq")
         return _triton().table_gradients(*cotangents, tile, interpret=self._interpret)
 
     def _products(self, problem, o, log_sum, do, dlse, *, wanted: Wanted) -> Gradients:

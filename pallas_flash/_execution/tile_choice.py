@@ -6,7 +6,14 @@ from types import ModuleType
 from pallas_flash._jax import device
 from pallas_flash._problem.features import CallFeatures, features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import KERNELS, TileSizes, serving
+from pallas_flash._problem.tile_sizes import (
+    KERNELS,
+    TileSizes,
+    filled,
+    given_tiles,
+    selected,
+    serving,
+)
 
 
 def tiles_of_call(problem: Problem, implementation: str, asked: TileSizes | None) -> TileSizes:
@@ -28,13 +35,13 @@ def completed(
         ValueError: if tiles that were asked for do not fit on the GPU.
     """
     tiles = backend(implementation)
-    if asked is None or not asked.given:
+    if asked is None or not given_tiles(asked):
         return tiles.default(problem, f, kernels)
     asked = serving(asked, f.few_queries)
-    for kernel, tile in asked.given.items():
+    for kernel, tile in given_tiles(asked).items():
         tiles.check(kernel, tile, problem, f)
-    missing = [kernel for kernel in kernels if kernel not in asked.given]
-    return asked.select(kernels).filled_from(tiles.default(problem, f, missing))
+    missing = [kernel for kernel in kernels if kernel not in given_tiles(asked)]
+    return filled(selected(asked, kernels), tiles.default(problem, f, missing))
 
 
 def backend(implementation: str) -> ModuleType:

@@ -14,6 +14,7 @@ from pallas_flash._problem.tile_sizes import (
     Tile,
     TileSizes,
     backend_of,
+    tile_of,
 )
 
 
@@ -143,7 +144,7 @@ def effect(sizes: TileSizes, forward_by: str, backward_by: str) -> list[str]:
     """Return sentences on the effect of `config` on a call without `implementation`."""
     sentences = {}
     for kernel in KERNELS:
-        by, tile = forward_by if kernel in FORWARD else backward_by, sizes.tile(kernel)
+        by, tile = forward_by if kernel in FORWARD else backward_by, tile_of(sizes, kernel)
         if tile is None:
             continue
         asks = f'`config` asks for "{backend_of(tile)}" where it serves the call.'

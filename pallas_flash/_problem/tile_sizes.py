@@ -5,7 +5,6 @@ through shared memory in pipeline stages.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -246,42 +245,49 @@ class TileSizes:
                 "Write Tile(block_q, block_kv, num_warps, num_stages)."
             )
 
-    @functools.cached_property
-    def given(self) -> dict[str, Any]:
-        """The tiles that are not None, by kernel."""
-        return {kernel: tile for kernel in KERNELS if (tile := self.tile(kernel)) is not None}
 
-    def tile(self, kernel: str) -> Any:
-        """Return the tile of one of `KERNELS`; None if there is none."""
-        return getattr(self, kernel)
+def tile_of(sizes: TileSizes, kernel: str) -> Any:
+    """Return the tile of one of `KERNELS`; None if there is none."""
+    return getattr(sizes, kernel)
 
-    def select(self, kernels: Iterable[str]) -> "TileSizes":
-        """Return the tiles of some kernels."""
-        return TileSizes(**{kernel: self.tile(kernel) for kernel in kernels})
 
-    def for_backend(self, implementation: str) -> "TileSizes":
-        """Return the tiles of one implementation; "interpret" has the tiles of "triton"."""
-        name = "triton" if implementation == "interpret" else implementation
-        return self.select(k for k, tile in self.given.items() if backend_of(tile) == name)
+def given_tiles(sizes: TileSizes) -> dict[str, Any]:
+    """Return the tiles that are not None, by kernel."""
+    return {kernel: tile for kernel in KERNELS if (tile := tile_of(sizes, kernel)) is not None}
 
-    def computed_by(self, attention_pass: str) -> str:
-        """Return the implementation that the tiles of a pass ask for; "" if there is no tile."""
-        tiles = (self.given[kernel] for kernel in OF_PASS[attention_pass] if kernel in self.given)
-        return next(map(backend_of, tiles), "")
 
-    def filled_from(self, default: "TileSizes") -> "TileSizes":
-        """Return these, with tiles that are None from `default`."""
-        forward = default if self.forward is None and self.decode is None else self
-        backward = default if self.dkv is None and self.dk is None else self
-        return TileSizes(
-            forward=forward.forward,
-            decode=forward.decode,
-            dkv=backward.dkv,
-            dk=backward.dk,
-            dv=backward.dv,
-            dq=self.dq or default.dq,
-            backward=self.backward or default.backward,
-        )
+def selected(sizes: TileSizes, kernels: Iterable[str]) -> TileSizes:
+    """Return the tiles of some kernels."""
+    return TileSizes(**{kernel: tile_of(sizes, kernel) for kernel in kernels})
+
+
+def of_implementation(sizes: TileSizes, implementation: str) -> TileSizes:
+    """Return the tiles of one implementation; "interpret" has the tiles of "triton"."""
+    name = "triton" if implementation == "interpret" else implementation
+    return selected(
+        sizes, (k for k, tile in given_tiles(sizes).items() if backend_of(tile) == name)
+    )
+
+
+def asked_implementation(sizes: TileSizes, attention_pass: str) -> str:
+    """Return the implementation that the tiles of a pass ask for; "" if there is no tile."""
+    tiles = (tile_of(sizes, kernel) for kernel in OF_PASS[attention_pass])
+    return next((backend_of(tile) for tile in tiles if tile is not None), "")
+
+
+def filled(sizes: TileSizes, default: TileSizes) -> TileSizes:
+    """Return tiles, with those that are None from `default`."""
+    forward = default if sizes.forward is None and sizes.decode is None else sizes
+    backward = default if sizes.dkv is None and sizes.dk is None else sizes
+    return TileSizes(
+        forward=forward.forward,
+        decode=forward.decode,
+        dkv=backward.dkv,
+        dk=backward.dk,
+        dv=backward.dv,
+        dq=sizes.dq or default.dq,
+        backward=sizes.backward or default.backward,
+    )
 
 
 def serving(sizes: TileSizes, few: bool) -> TileSizes:

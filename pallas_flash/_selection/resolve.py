@@ -23,7 +23,18 @@ from pallas_flash._problem import configurations, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import FORWARD, OF_PASS, TileSizes, describe, serving
+from pallas_flash._problem.tile_sizes import (
+    FORWARD,
+    OF_PASS,
+    TileSizes,
+    asked_implementation,
+    describe,
+    filled,
+    given_tiles,
+    of_implementation,
+    serving,
+    tile_of,
+)
 from pallas_flash._selection import tuned
 from pallas_flash._selection.preferences import Measured, faster_by_mosaic
 
@@ -103,7 +114,7 @@ def resolve(problem: Problem, request: Request) -> Plan:
     forward, planned = call.with_tiles(forward, FORWARD), call.backward_with_tiles(backward)
 
     def with_dq_tile(plan: PassPlan) -> PassPlan:
-        return call.with_tiles(plan, ("dq",), planned.tiles.for_backend(plan.implementation))
+        return call.with_tiles(plan, ("dq",), of_implementation(planned.tiles, plan.implementation))
 
     return Plan(
         forward,
@@ -162,9 +173,9 @@ def _low_part(problem: Problem, scale: Any) -> str | None:
 
 def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:
     for x in (plan.forward, plan.backward):
-        for kernel, tile in x.tiles.given.items():
+        for kernel, tile in given_tiles(x.tiles).items():
             yield kernel, f"{x.implementation}, {describe(tile)}"
-    if tile := plan.tables.tiles.tile("dq"):
+    if tile := tile_of(plan.tables.tiles, "dq"):
         yield "tables", f"{plan.tables.implementation}, {describe(tile)}"
 
 
@@ -197,13 +208,15 @@ class _Call:
         """Raise ValueError if tiles of a winner do not fit on the GPU."""
         assert self.features is not None
         for name in ("mosaic", "triton"):
-            tile_choice.completed(winner.for_backend(name), self.problem, self.features, name, ())
+            tile_choice.completed(
+                of_implementation(winner, name), self.problem, self.features, name, ()
+            )
 
     def implementation_by_tiles(self, attention_pass: str) -> tuple[str, str]:
         """Return a pass's implementation by its tiles, and why it is that; "" if no tile says."""
-        if by := self.given.computed_by(attention_pass):
+        if by := asked_implementation(self.given, attention_pass):
             return by, f'The call gives tile sizes, which are those of "{by}".'
-        by = self.tuned.computed_by(attention_pass)
+        by = asked_implementation(self.tuned, attention_pass)
         return by, f'"{by}" was faster when such calls were tuned on this GPU.'
 
     def faster(self, *, backward: bool, dbias: bool = False) -> bool:
@@ -228,9 +241,9 @@ class _Call:
             return plan
         assert f is not None
         if asked is None:
-            asked = self.given.for_backend(name)
+            asked = of_implementation(self.given, name)
             if name != "interpret":
-                asked = asked.filled_from(self.tuned.for_backend(name))
+                asked = filled(asked, of_implementation(self.tuned, name))
         if name == "interpret":
             f = dataclasses.replace(f, capability=None)
         tiles = tile_choice.completed(asked, self.problem, f, name, kernels)
@@ -241,8 +254,10 @@ class _Call:
         if plan.implementation != "mosaic":
             return self.with_tiles(plan, OF_PASS["backward in order"])
         # Two passes serve every call. Where tiles are given for these alone, they are wanted.
-        deciding = self.given if self.given.computed_by("backward") else self.tuned
-        two_passes = deciding.backward is None and deciding.computed_by("backward") == "mosaic"
+        deciding = self.given if asked_implementation(self.given, "backward") else self.tuned
+        two_passes = (
+            deciding.backward is None and asked_implementation(deciding, "backward") == "mosaic"
+        )
         if not (two_passes or self.in_order):
             one_pass = self.with_tiles(plan, ("backward",))
             if one_pass.tiles.backward is not None:
@@ -334,7 +349,7 @@ def _continued(sentence: str) -> str:
 def _dbias(call: _Call, backward: PassPlan) -> PassPlan:
     """Return the implementation of a backward that gives the gradient of the bias, too."""
     features, by = call.features, backward.implementation
-    given = call.given.computed_by("backward")
+    given = asked_implementation(call.given, "backward")
     if call.problem.bias is None or call.request.implementation is not None or given:
         return backward
     shared = features is not None and features.bias_is_shared
@@ -386,9 +401,9 @@ def _check_given(request: Request, forward: PassPlan, backward: Iterable[PassPla
     sizes, asked = request.config, request.implementation
     if sizes is None or asked is None:
         return
-    for kernel, tile in sizes.given.items():
+    for kernel, tile in given_tiles(sizes).items():
         by = {x.implementation for x in ([forward] if kernel in FORWARD else backward)}
-        if not any(sizes.for_backend(name).tile(kernel) for name in by):
+        if not any(tile_of(of_implementation(sizes, name), kernel) for name in by):
             raise ValueError(
                 f"`config.{kernel}` must be a tile of that pass's implementation, "
                 f"{' or '.join(map(repr, sorted(by)))}; got {tile} with "

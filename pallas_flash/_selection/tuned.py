@@ -29,7 +29,18 @@ from typing import Any
 import jax
 
 from pallas_flash._problem.features import CallFeatures, Option
-from pallas_flash._problem.tile_sizes import KERNELS, MOSAIC, OF_PASS, Tile, TileSizes, power_of_2
+from pallas_flash._problem.tile_sizes import (
+    KERNELS,
+    MOSAIC,
+    OF_PASS,
+    Tile,
+    TileSizes,
+    filled,
+    given_tiles,
+    power_of_2,
+    selected,
+    tile_of,
+)
 
 # The mark of a file that `store` wrote, and the number of its form. Files with another number are
 # ignored.
@@ -263,7 +274,7 @@ def store(f: CallFeatures, gpu: str, tiles: TileSizes) -> Path | None:
         except FileNotFoundError:
             winners = {}
         content = {
-            name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := sizes.tile(k))}
+            name: {k: dataclasses.asdict(tile) for k in KERNELS if (tile := tile_of(sizes, k))}
             for name, sizes in _with_unsaved(path, winners).items()
         }
         content = {"made_by": MADE_BY, "schema": SCHEMA, "winners": content}
@@ -282,8 +293,8 @@ def _with_unsaved(path: Path, winners: dict[str, TileSizes]) -> dict[str, TileSi
 def _merged(old: TileSizes | None, new: TileSizes) -> TileSizes:
     """Return a new winner, and tiles of the old one for a pass that the new one does not have."""
     of_pass = ({*OF_PASS[x]} for x in ("forward", "backward"))
-    tuned = {kernel for kernels in of_pass if any(map(new.tile, kernels)) for kernel in kernels}
-    return new.filled_from((old or TileSizes()).select({*KERNELS} - tuned))
+    tuned = {x for kernels in of_pass if given_tiles(new).keys() & kernels for x in kernels}
+    return filled(new, selected(old or TileSizes(), {*KERNELS} - tuned))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ results.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import hashlib
 import pathlib
@@ -459,6 +460,51 @@ def training(file: str) -> str:
     return markdown(head, rows)
 
 
+STEPS = sorted((ROOT / "docs" / "hopper_steps").glob("step[0-9]_*.py"))
+
+
+def step(number: str) -> str:
+    """Return the code of the first step, or what a later one changes, indentation aside."""
+    before, after = ([] if n < 0 else _code(STEPS[n]) for n in (int(number) - 2, int(number) - 1))
+    if not before:
+        return "\n".join(["```py", *after, "```"])
+    old_words, new_words = ([line.strip() for line in x] for x in (before, after))
+    lines: list[str] = []
+    for hunk in difflib.SequenceMatcher(None, old_words, new_words).get_grouped_opcodes(1):
+        lines += ["@@"] if lines else []
+        for tag, old, old_end, new, new_end in hunk:
+            if tag == "equal":
+                lines += (f" {x}" for x in after[new:new_end] if x)
+            else:
+                lines += (f"-{x}" for x in before[old:old_end])
+                lines += (f"+{x}" for x in after[new:new_end])
+    return "\n".join(["```diff", *lines, "```"])
+
+
+def _code(path: pathlib.Path) -> list[str]:
+    """Return the lines of a file below its imports."""
+    text = path.read_text(encoding="utf-8")
+    return text[text.index("QUERIES, KEYS") :].splitlines()
+
+
+def steps(file: str) -> str:
+    """Return the speeds of the steps and of the shipped kernel, or that there are none."""
+    if not (RESULTS / f"{file}.jsonl").exists():
+        return "The times are not measured yet."
+    columns = ("128 full", "128 causal")
+    tflops = {(r["implementation"], r["case"]): r["tflops"] for r in records(file)}
+    rows = []
+    for number, name in enumerate([*(path.stem for path in STEPS), "ours"], 1):
+        cells = []
+        for case in columns:
+            speed = tflops.get((name, case))
+            ratio = speed and f"{speed / tflops['ours', case]:.2f}{TIMES}"
+            cells += [f"{speed:.0f}", ratio] if speed else ["", ""]
+        rows.append(["shipped kernel" if name == "ours" else f"step {number}", *cells])
+    head = ["non-causal, TFLOP/s", "of shipped", "causal, TFLOP/s", "of shipped"]
+    return markdown(["kernel", *head], rows)
+
+
 def files() -> str:
     """Return what the files of docs/results are, byte for byte."""
     rows = []
@@ -495,6 +541,8 @@ TABLES = {
     "dq-errors": dq_errors,
     "errors": errors,
     "training": training,
+    "step": step,
+    "steps": steps,
     "files": files,
 }
 TABLE = re.compile(r"(<!-- table: (\S+)(.*?) -->\n).*?(<!-- end\b)", re.S)

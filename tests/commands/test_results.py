@@ -1,5 +1,6 @@
 """Documents show what docs/results says, and each of its lines has one schema."""
 
+import collections
 import statistics
 
 import pytest
@@ -81,6 +82,38 @@ def test_table_that_no_document_shows_is_an_error(monkeypatch):
     monkeypatch.setitem(make_tables.TABLES, "unused", lambda: "")
     with pytest.raises(UserError, match=r"none shows \['unused'\]"):
         list(make_tables.stale())
+
+
+def test_steps_are_compared_with_the_shipped_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    assert make_tables.steps("steps") == "The times are not measured yet."
+
+    def line(name, mask, tflops):
+        fields = {"shape": mask, "case": f"128 {mask}", "pass": "forward", "tflops": tflops}
+        return results.dump(LINE | fields | {"implementation": name, "causal": mask == "causal"})
+
+    lines = line("step1_plain", "full", 300.0), line("ours", "full", 600.0)
+    lines += line("step7_persistent", "causal", 594.0), line("ours", "causal", 600.0)
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    _, _, first, *_, seventh, shipped = make_tables.steps("steps").split("\n")
+    assert first == f"| step 1 | 300 | 0.50{make_tables.TIMES} | | |"
+    assert seventh == f"| step 7 | | | 594 | 0.99{make_tables.TIMES} |"
+    assert shipped.startswith("| shipped kernel | 600 | 1.00")
+
+
+def test_steps_show_what_changes():
+    """All that is new is marked so, and all that went; the rest is of both files."""
+
+    def stripped(lines):
+        return collections.Counter(filter(None, map(str.strip, lines)))
+
+    for number in range(2, 8):
+        before, after = (make_tables._code(make_tables.STEPS[n]) for n in (number - 2, number - 1))
+        shown = make_tables.step(str(number)).split("\n")[1:-1]
+        marked = {sign: [x[1:] for x in shown if x[0] == sign] for sign in "+- "}
+        assert stripped(after) - stripped(before) <= stripped(marked["+"])
+        assert stripped(before) - stripped(after) <= stripped(marked["-"])
+        assert {*marked["+"], *marked[" "]} <= {*after} and {*marked["-"]} <= {*before}
 
 
 def test_no_loss_is_left_out():

@@ -29,7 +29,10 @@ from pallas_flash._backends.mosaic import (
 from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import features_of
-from pallas_flash._problem.tile_sizes import padded
+from pallas_flash._problem.tile_sizes import (
+    padded,
+    tile_of,
+)
 
 CLUSTER = "_cluster"  # In the kernel's name.
 
@@ -144,7 +147,7 @@ def test_tiles_fit(head_dim, value_dim, stages):
         case = wide(LONG_CAUSAL, head_dim, value_dim, options=lambda random, case, o=options: o)
         qkv, _, given = case.problem("bfloat16")
         call = checked(qkv, given)
-        tile = tiles.default(call, features_of(call)).tile("backward")
+        tile = tile_of(tiles.default(call, features_of(call)), "backward")
         need = common.smem_bytes(backward_launch.scratch(call, tile, Grads.DQ_DK_DV))
         assert need <= hardware.shared_memory_limit(common.HOPPER)
         assert tile.stages == stages

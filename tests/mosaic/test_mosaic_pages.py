@@ -10,6 +10,7 @@ from support.repository import ROOT
 from pallas_flash._backends.mosaic import backward_launch, common, forward_kernel, tiles
 from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._problem.features import features_of
+from pallas_flash._problem.tile_sizes import tile_of
 
 FORWARD, BACKWARD = (ROOT / "docs" / f"hopper-{x}.md" for x in ("forward", "backward"))
 
@@ -61,7 +62,7 @@ def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
 )
 def test_page_of_the_backward_has_its_memory(head_dim, grads, row):
     def spec(problem):
-        tile = tiles.default(problem, features_of(problem)).tile("backward")
+        tile = tile_of(tiles.default(problem, features_of(problem)), "backward")
         return backward_launch.scratch(problem, tile, grads)
 
     assert kib(spec, head_dim) == told(BACKWARD, row)

@@ -29,6 +29,7 @@ from support.repository import assert_none
 from pallas_flash._backends.mosaic import common, forward_common, forward_wide, tiles
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import features_of
+from pallas_flash._problem.tile_sizes import tile_of
 from pallas_flash.tuning import ForwardTile, TileSizes
 from scripts.maintenance.inspection import gpu_compiler
 
@@ -89,7 +90,7 @@ def test_tiles_fit(head_dim, value_dim):
     case = wide(LONG_CAUSAL, head_dim, value_dim)
     qkv, _, options = case.problem("bfloat16")
     call = checked(qkv, options)
-    tile = tiles.default(call, features_of(call)).tile("forward")
+    tile = tile_of(tiles.default(call, features_of(call)), "forward")
     need = common.smem_bytes(forward_wide.scratch(call, tile))
     assert need <= hardware.shared_memory_limit(common.HOPPER)
     assert tile.stages >= 3 and tile.cluster_size == 2

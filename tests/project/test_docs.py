@@ -35,6 +35,7 @@ from pallas_flash._jax import compat
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.masks import Band, Mask
+from pallas_flash._problem.tile_sizes import selected
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import Tile, TileSizes
 
@@ -196,7 +197,9 @@ def test_show_prints_what_the_page_about_tuning_shows(monkeypatch, tmp_path, cap
     x = jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)
     with described_gpu("NVIDIA H200"):
         problem = tune._problem((x, x, x), {"is_causal": True})
-        winner = tile_choice.tiles_of_call(problem, "mosaic", None).select(("forward", "backward"))
+        winner = selected(
+            tile_choice.tiles_of_call(problem, "mosaic", None), ("forward", "backward")
+        )
         tuned.store(features_of(problem), "NVIDIA H200", winner)
     monkeypatch.setattr(sys, "argv", ["pallas_flash", "tune", "--show"])
     assert __main__.main() == 0

@@ -101,6 +101,7 @@ TOUCHED = [
     ([], []),
     ([f"{T}/a/test_a.py", ".ci/gate-items.txt"], [f"{T}/a/test_a.py"]),
     (["docs/code.md", "README.md", ".ci/run"], ["tests/project/"]),
+    (["docs/hopper_steps/step1_plain.py"], ["tests/mosaic/test_hopper_steps.py", "tests/project/"]),
     ([f"{P}/a/new.py"], ["tests/masks/", "tests/paged/"]),
     ([f"{P}/b/y.py", f"{S}/new/z.py"], ["tests/commands/", "tests/xla/"]),
     ([f"{P}/new.py"], ["tests/masks/", "tests/paged/", "tests/xla/"]),

@@ -47,9 +47,7 @@ MEMBERS = {
     "tuning.ForwardTile": "block_kv cluster_size output_slots stages warpgroups",
     "tuning.Mosaic": "backward decode dkv dq forward",
     "tuning.Tile": "block_kv block_q num_stages num_warps",
-    "tuning.TileSizes": """
-        backward computed_by decode dk dkv dq dv filled_from for_backend forward given select tile
-    """,
+    "tuning.TileSizes": "backward decode dk dkv dq dv forward",
     "tuning.Trial": "failure kernel ms tile",
     "tuning.Triton": "decode dk dkv dq dv forward",
     "tuning.Tuning": "clock config file tables trials",

@@ -387,7 +387,7 @@ def test_the_reference_runs_no_plan(plans):
 def test_tile_sizes_are_ignored_only_where_the_choice_is_automatic():
     sizes = TileSizes(forward=Tile(16, 16))
     trace(config=sizes)
-    with pytest.raises(ValueError, match="`config` must be None where no kernel takes them"):
+    with pytest.raises(ValueError, match="`config` must be None where no kernel has tiles"):
         trace(config=sizes, implementation="xla")
 
 

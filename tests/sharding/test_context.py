@@ -119,9 +119,7 @@ def test_method_by_rule(length, options, method, reason):
     others = [x for x in choice.METHODS if x != method]
     assert sorted(chosen.refused) == sorted(others)
     if "heads" not in options:
-        assert {*chosen.refused.values()} == {
-            f"{method!r} comes first for this call."
-        }
+        assert {*chosen.refused.values()} == {f"{method!r} comes first for this call."}
 
 
 def test_unsuitable_method_raises():

@@ -19,6 +19,7 @@ from pallas_flash._autodiff.vjp import public_rows, splits_output
 from pallas_flash._execution.plan import Wanted
 from pallas_flash._jax import compat
 from pallas_flash._problem.features import features_of
+from pallas_flash._problem.tile_sizes import filled
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
@@ -35,12 +36,12 @@ NO_FLAGS = dict(want_scale=False, want_bias=False, want_sinks=False)
 
 def run_forward(call, sizes=TABLE):
     """The forward with these tiles, and the rest from the table."""
-    return mosaic.forward(call, sizes.filled_from(tiles.default(call, features_of(call))))
+    return mosaic.forward(call, filled(sizes, tiles.default(call, features_of(call))))
 
 
 def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
     """The backward with these tiles, and the rest from the table."""
-    sizes = sizes.filled_from(tiles.default(call, features_of(call)))
+    sizes = filled(sizes, tiles.default(call, features_of(call)))
     in_order = in_order or sizes.backward is None
     return mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
 

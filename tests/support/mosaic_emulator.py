@@ -183,6 +183,9 @@ class Accumulator:
         complete(0)
         return self.value
 
+    def __setitem__(self, index, value):
+        self.value = np.asarray(value)
+
 
 class Phases:
     """One barrier in shared memory."""

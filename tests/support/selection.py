@@ -33,6 +33,9 @@ MARKS = {
 }
 # Files whose change only documents and the tests of the project can see: beginnings of paths.
 PROJECT = "docs/", ".ci/", ".github/", "README", "CHANGELOG", "CONTRIBUTING", "CITATION", "mkdocs"
+# A page and its kernels, and their tests.
+STEPS = "docs/hopper_steps/", "docs/hopper-steps.md"
+STEPS_TESTS = "tests/mosaic/test_hopper_steps.py"
 
 
 def add_options(parser):
@@ -240,6 +243,7 @@ def touched(files, faults=None):
             needed.add(file)
         elif file.startswith(PROJECT):
             needed.add("tests/project/")
+            needed |= {STEPS_TESTS} if file.startswith(STEPS) else set()
         else:
             folders = (f"{x}/" for x in path.parents if path.parts[0] != "tests" and x.name)
             near = next((x for x in folders if any(y.file.startswith(x) for y in faults)), None)

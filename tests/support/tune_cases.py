@@ -17,7 +17,10 @@ from pallas_flash._call import tune
 from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat, device
 from pallas_flash._problem.features import features_of
-from pallas_flash._problem.tile_sizes import KERNELS
+from pallas_flash._problem.tile_sizes import (
+    KERNELS,
+    tile_of,
+)
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 
@@ -72,7 +75,7 @@ def tiles_of(monkeypatch, **changed) -> TileSizes:
     [plan] = used
     forward, backward = plan.forward.tiles, plan.backward.tiles
     return TileSizes(
-        **{kernel: forward.tile(kernel) or backward.tile(kernel) for kernel in KERNELS}
+        **{kernel: tile_of(forward, kernel) or tile_of(backward, kernel) for kernel in KERNELS}
     )
 
 

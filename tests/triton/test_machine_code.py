@@ -19,6 +19,7 @@ from pallas_flash._backends import triton
 from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat
 from pallas_flash._problem.scores import LogSum
+from pallas_flash._problem.tile_sizes import tile_of
 from pallas_flash.tuning import Tile, TileSizes
 from scripts.maintenance.inspection import gpu_compiler, machine_code
 from scripts.maintenance.inspection.calls import FEATURES, PASSES, inspect_attention
@@ -445,7 +446,7 @@ def test_tangent_kernel_spills_nothing(head_dim):
 
     def tangents(l_log2, q, k, v, *dots):
         problem = cases.checked((q, k, v), dict(is_causal=True))
-        dq = tile_choice.tiles_of_call(problem, "triton", None).tile("dq")
+        dq = tile_of(tile_choice.tiles_of_call(problem, "triton", None), "dq")
         return triton.tangents(problem, LogSum(None, l_log2), dots, dq, interpret=False)
 
     [kernel] = compile_kernels(tangents, rows, *[x] * 6)

@@ -23,7 +23,10 @@ from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
 from pallas_flash._problem.masks import Band, Mask
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import KERNELS
+from pallas_flash._problem.tile_sizes import (
+    KERNELS,
+    tile_of,
+)
 from pallas_flash.tuning import Tile, TileSizes
 
 KIB = 1024
@@ -380,7 +383,7 @@ def test_decoding_keeps_rows_where_memory_is_small(head_dim, itemsize):
 
 def test_few_keys_have_the_other_forward_kernel():
     for kv_len, kernel in ((512, "forward"), (513, "decode")):
-        assert chosen(q_len=1, kv_len=kv_len).tile(kernel)
+        assert tile_of(chosen(q_len=1, kv_len=kv_len), kernel)
         assert chosen(TileSizes(decode=Tile(16, 16)), q_len=1, kv_len=kv_len).decode
 
 

@@ -37,7 +37,11 @@ from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.plan import Plan
 from pallas_flash._jax import device
 from pallas_flash._problem.problem import Gradients
-from pallas_flash._problem.tile_sizes import sizes_for
+from pallas_flash._problem.tile_sizes import (
+    selected,
+    sizes_for,
+    tile_of,
+)
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
 
@@ -124,7 +128,7 @@ def fake_programs(monkeypatch, change=lambda tile, results: results):
 
     def program(kernel, plan):
         tiles = plan.forward.tiles
-        tile, exact = tiles.tile(kernel), PROGRAM(kernel, Plan.from_implementation("xla"))
+        tile, exact = tile_of(tiles, kernel), PROGRAM(kernel, Plan.from_implementation("xla"))
         return jax.jit(lambda *args: change(tile, exact(*args)))
 
     monkeypatch.setattr(tune, "_program", program)
@@ -165,7 +169,7 @@ def test_a_wrong_candidate_never_wins(monkeypatch, dtype, passes, fault):
         assert right == Trial(kernel, FAST, 2.0, None)
         assert (wrong.tile, wrong.ms) == (FASTER, None)
         assert wrong.failure.startswith("wrong: a relative error of ")
-        assert tuning.config.tile(kernel) in (FAST, None)
+        assert tile_of(tuning.config, kernel) in (FAST, None)
     assert "winner" in str(tuning)
 
 
@@ -191,9 +195,13 @@ RACES = {
 def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
     forward, backward, wanted = RACES[race]
     times = dict(
-        zip([MOSAIC.select(["forward"]), TRITON.select(["forward"])], forward, strict=True)
+        zip([selected(MOSAIC, ["forward"]), selected(TRITON, ["forward"])], forward, strict=True)
     )
-    ways = MOSAIC.select(["backward"]), MOSAIC.select(["dkv", "dq"]), TRITON.select(["dkv", "dq"])
+    ways = (
+        selected(MOSAIC, ["backward"]),
+        selected(MOSAIC, ["dkv", "dq"]),
+        selected(TRITON, ["dkv", "dq"]),
+    )
     times |= dict(zip(ways, backward, strict=True))
 
     def measure(kernel, tile, call, arguments):
@@ -207,7 +215,7 @@ def test_the_faster_implementation_wins_each_pass(monkeypatch, race):
         triton_tiles, "candidates", lambda kernel, *_: [x for x in [of_triton.get(kernel)] if x]
     )
     monkeypatch.setattr(
-        tile_choice.backend("mosaic"), "candidates", lambda kernel, *_: [MOSAIC.tile(kernel)]
+        tile_choice.backend("mosaic"), "candidates", lambda kernel, *_: [tile_of(MOSAIC, kernel)]
     )
     both = ["triton", "mosaic"]
     p = problem(size=64, value_dim=64, dtype=jnp.bfloat16)
@@ -240,7 +248,7 @@ def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.bfloat16)
     by_table = functools.partial(tile_choice.tiles_of_call, p, "mosaic")
     tiles = tile_choice.backend("mosaic").candidates(kernel, p, by_table)
-    assert tiles[0] == by_table(None).tile(kernel)
+    assert tiles[0] == tile_of(by_table(None), kernel)
     assert len({*tiles}) == len(tiles) <= 36
     assert len(tiles) >= (1 if size > 128 else 8 if kernel == "forward" else 2)
     for tile in tiles:
@@ -280,7 +288,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_go_on(monkeypatch, st
         __call__ = fail
 
     def some_fail(kernel, plan):
-        fails = plan.forward.tiles.tile(kernel) == FASTER and step != "measure"
+        fails = tile_of(plan.forward.tiles, kernel) == FASTER and step != "measure"
         return Failing() if fails else program(kernel, plan)
 
     monkeypatch.setattr(tune, "_program", some_fail)
@@ -346,7 +354,7 @@ def test_candidates_fit_and_the_tables_is_the_first(monkeypatch, kernel, size, d
     monkeypatch.setattr(device, "tile_capability", lambda implementation: capability)
     by_table = functools.partial(tile_choice.tiles_of_call, p, "triton")
     tiles = triton_tiles.candidates(kernel, p, by_table)
-    default = by_table(None).tile(kernel)
+    default = tile_of(by_table(None), kernel)
     assert default in (None, *tiles[:1])
     assert len({*tiles}) == len(tiles) <= 36
     # Few tiles of wide heads fit on small GPUs, and no dkv where the table has dk and dv.

@@ -36,6 +36,12 @@ import pallas_flash
 from pallas_flash._autodiff import vjp
 from pallas_flash._execution import tile_choice
 from pallas_flash._jax import device
+from pallas_flash._problem.tile_sizes import (
+    asked_implementation,
+    filled,
+    of_implementation,
+    selected,
+)
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, TileSizes
 
@@ -71,7 +77,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("changed", ALIKE.values(), ids=ALIKE)
 def test_a_winner_serves_calls_that_are_alike(monkeypatch, h200, changed):
     store()
-    assert tiles_of(monkeypatch, **changed) == TRITON.filled_from(table(**changed))
+    assert tiles_of(monkeypatch, **changed) == filled(TRITON, table(**changed))
 
 
 @pytest.mark.parametrize("changed", DIFFERENT.values(), ids=DIFFERENT)
@@ -79,14 +85,14 @@ def test_and_no_others(monkeypatch, h200, changed):
     store()
     assert tiles_of(monkeypatch, **changed) == table(**changed)
     store(**changed)
-    assert tiles_of(monkeypatch, **changed) == TRITON.filled_from(table(**changed))
+    assert tiles_of(monkeypatch, **changed) == filled(TRITON, table(**changed))
 
 
 def test_enough_programs_are_alike(monkeypatch, h200):
     monkeypatch.setattr(tuned, "MANY", 64)
     store()
     for changed in ({"batch": 4}, {"heads": 5, "kv_heads": 5}):
-        assert tiles_of(monkeypatch, **changed) == TRITON.filled_from(table(**changed))
+        assert tiles_of(monkeypatch, **changed) == filled(TRITON, table(**changed))
 
 
 def test_shared_keys_have_their_own_winner(monkeypatch, h200):
@@ -107,7 +113,7 @@ def test_nor_on_another_gpu_jax_or_kernel(monkeypatch, h200):
         with monkeypatch.context() as patch:
             change(patch)
             assert tiles_of(monkeypatch) == table()
-    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
+    assert tiles_of(monkeypatch) == filled(TRITON, table())
 
 
 @pytest.mark.parametrize(
@@ -213,10 +219,10 @@ def test_precision_counts_for_float32_however_it_is_set():
 def test_tiles_that_are_asked_for_come_first(monkeypatch, h200):
     store()
     asked = TileSizes(dq=OTHER)
-    expected = dataclasses.replace(TRITON.filled_from(table()), dq=OTHER)
+    expected = dataclasses.replace(filled(TRITON, table()), dq=OTHER)
     assert tiles_of(monkeypatch, config=asked) == expected
     split = TileSizes(forward=OTHER, dk=OTHER, dv=OTHER, dq=OTHER)
-    assert tiles_of(monkeypatch, config=split) == split.filled_from(table())
+    assert tiles_of(monkeypatch, config=split) == filled(split, table())
 
 
 def test_tiles_for_calls_of_all_lengths_leave_one_forward_kernel(monkeypatch, h200):
@@ -259,7 +265,7 @@ def test_a_mesh_describes_gpus_that_are_here(monkeypatch):
     store(gpu="NVIDIA H100")
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
     with described_gpu("NVIDIA H200"):
-        assert tiles_of(monkeypatch) == TRITON.filled_from(table())
+        assert tiles_of(monkeypatch) == filled(TRITON, table())
     with described_gpu("NVIDIA H100"):
         assert tiles_of(monkeypatch) == table()
 
@@ -334,7 +340,7 @@ def test_a_winner_chooses_who_computes_each_pass(
 
 def asked_alone(asked, problem, features, implementation, kernels):
     """Stands in for `completed`, which needs the kernels: returns no default tile."""
-    return asked.select(kernels)
+    return selected(asked, kernels)
 
 
 def plan_of(monkeypatch, **options):
@@ -354,10 +360,10 @@ def plan_of(monkeypatch, **options):
     [
         (MOSAIC, False, "mosaic", False),
         (MOSAIC, True, "mosaic", True),
-        (MOSAIC.select(["dkv", "dq"]), False, "mosaic", True),
-        (MOSAIC.select(["dq"]), False, "mosaic", True),
-        (MOSAIC.select(["backward"]), False, "mosaic", False),
-        (MOSAIC.select(["backward"]), True, "triton", False),
+        (selected(MOSAIC, ["dkv", "dq"]), False, "mosaic", True),
+        (selected(MOSAIC, ["dq"]), False, "mosaic", True),
+        (selected(MOSAIC, ["backward"]), False, "mosaic", False),
+        (selected(MOSAIC, ["backward"]), True, "triton", False),
         (dataclasses.replace(TRITON, backward=BackwardTile(128)), False, "mosaic", False),
         (dataclasses.replace(TRITON, backward=BackwardTile(128)), True, "triton", False),
         (TRITON, False, "triton", False),
@@ -369,10 +375,12 @@ def test_tiles_say_how_gradients_are_computed(
     """In one pass or in two, or by "triton", to which so short a call goes without tiles."""
     plan = plan_of(monkeypatch, config=given, reproducible=reproducible)
     assert (plan.backward.implementation, plan.backward.in_order) == (by, in_order)
-    assert plan.implementation == (given.computed_by("forward") or "triton")
-    assert plan.forward.tiles == given.for_backend(plan.implementation).select(["forward"])
+    assert plan.implementation == (asked_implementation(given, "forward") or "triton")
+    assert plan.forward.tiles == selected(
+        of_implementation(given, plan.implementation), ["forward"]
+    )
     kernels = ["dkv", "dq"] if by == "triton" or in_order else ["backward"]
-    assert plan.backward.tiles == given.for_backend(by).select(kernels)
+    assert plan.backward.tiles == selected(of_implementation(given, by), kernels)
 
 
 def test_tiles_of_mosaic_do_not_matter_where_it_does_not_serve(monkeypatch):
@@ -420,9 +428,9 @@ def test_the_file_is_read_once_and_again_after_a_store(monkeypatch, h200, file):
     assert tiles_of(monkeypatch) == table()
     store()
     first = file.read_text()
-    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
+    assert tiles_of(monkeypatch) == filled(TRITON, table())
     file.unlink()
-    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
+    assert tiles_of(monkeypatch) == filled(TRITON, table())
     store(TileSizes(forward=OTHER))
     assert tiles_of(monkeypatch).forward == OTHER
     file.write_text(first)
@@ -445,7 +453,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(monkeypatch, h200, file, f
     assert file.read_text() == before
     assert sorted(file.parent.iterdir()) == [file, lock_of(file)]
     both = dataclasses.replace(TRITON, forward=OTHER)
-    assert tiles_of(monkeypatch) == both.filled_from(table())
+    assert tiles_of(monkeypatch) == filled(both, table())
     # The next one that can be written takes it along.
     store(is_causal=True)
     assert list(tuned.read(file).values()) == [both, TRITON]
@@ -617,7 +625,7 @@ def test_a_damaged_file_keeps_what_can_be_read(monkeypatch, capsys, h200, file, 
         store()
     assert len(json.loads(file.read_text())["winners"]) == left + 1
     with warned(0):
-        assert tiles_of(monkeypatch) == TRITON.filled_from(table())
+        assert tiles_of(monkeypatch) == filled(TRITON, table())
 
 
 def test_a_damaged_file_is_removed(monkeypatch, file):
@@ -665,7 +673,7 @@ def test_winners_can_be_switched_off(monkeypatch, h200, file):
     assert store(TileSizes(forward=OTHER)) is None
     assert file.read_text() == before
     monkeypatch.setenv("PALLAS_FLASH_TUNED", str(file))
-    assert tiles_of(monkeypatch) == TRITON.filled_from(table())
+    assert tiles_of(monkeypatch) == filled(TRITON, table())
 
 
 @pytest.mark.parametrize("value", [None, "", "1"])

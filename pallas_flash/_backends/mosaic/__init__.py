@@ -26,14 +26,18 @@ from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import TileSizes, padded
+from pallas_flash._problem.tile_sizes import (
+    TileSizes,
+    padded,
+    tile_of,
+)
 
 
 def forward(problem: Problem, sizes: TileSizes):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if sizes.decode is not None:
-        return decode_kernel.decode(problem, sizes.tile("decode"), problem.visible_keys())
-    tile, valid = sizes.tile("forward"), problem.valid_lengths()
+        return decode_kernel.decode(problem, tile_of(sizes, "decode"), problem.visible_keys())
+    tile, valid = tile_of(sizes, "forward"), problem.valid_lengths()
     wide = forward_wide.serves(problem)
     if wide and problem.decodes_prefix:
         return decode_wide.decode(problem, tile)
@@ -107,14 +111,16 @@ def backward(
         centered = clean
         if center is not None:
             centered = dataclasses.replace(clean, key=key_center.centered(k, center[:, None]))
-        grads = _grads(centered, rows, sizes.tile("dkv"), valid, deterministic=True, **options)
+        grads = _grads(centered, rows, tile_of(sizes, "dkv"), valid, deterministic=True, **options)
         dq, dscale = backward_dq.dq(
-            centered, *rows, sizes.tile("dq"), valid, center=center, **options
+            centered, *rows, tile_of(sizes, "dq"), valid, center=center, **options
         )
         dscale = None if dscale is None else dscale.sum()
     else:
         options |= dict(dq_sums=dq_sums[0], center=center)
-        grads = _grads(clean, rows, sizes.tile("backward"), valid, deterministic=False, **options)
+        grads = _grads(
+            clean, rows, tile_of(sizes, "backward"), valid, deterministic=False, **options
+        )
         dq = grads["dq"]
         if want_scale:
             # These sums are float32, and have not their factor yet.

@@ -27,6 +27,7 @@ from pallas_flash._problem.tile_sizes import (
     ForwardTile,
     TileSizes,
     fits,
+    tile_of,
 )
 
 
@@ -95,5 +96,5 @@ def candidates(kernel: str, p: Problem, choose: Choose) -> list:
     if kernel == "forward":
         with_slots = {dataclasses.replace(x, output_slots=0) for x in fitting if x.output_slots}
         fitting = [x for x in fitting if x not in with_slots]
-    own = choose(None).tile(kernel)
+    own = tile_of(choose(None), kernel)
     return list(dict.fromkeys([*([] if own is None else [own]), *fitting]))

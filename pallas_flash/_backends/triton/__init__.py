@@ -14,14 +14,17 @@ from pallas_flash._backends.triton.tangent_kernel import tangents as tangents
 from pallas_flash._problem import key_center
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import TileSizes
+from pallas_flash._problem.tile_sizes import (
+    TileSizes,
+    tile_of,
+)
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
     if tiles.decode is not None:
-        return decode(problem, tiles.tile("decode"), interpret=interpret)
-    return forward_kernel.forward(problem, tiles.tile("forward"), interpret=interpret)
+        return decode(problem, tile_of(tiles, "decode"), interpret=interpret)
+    return forward_kernel.forward(problem, tile_of(tiles, "forward"), interpret=interpret)
 
 
 def backward(
@@ -45,7 +48,7 @@ def backward(
     rows = do, log_sum, delta_of_rows
 
     def launch(kernel, tile):
-        return backward_dkv.dkv(problem, *rows, tiles.tile(tile), kernel, interpret=interpret)
+        return backward_dkv.dkv(problem, *rows, tile_of(tiles, tile), kernel, interpret=interpret)
 
     if tiles.dkv is not None:
         dk, dv = launch(backward_dkv.pallas_flash_dkv, "dkv")
@@ -59,7 +62,7 @@ def backward(
         do,
         shifted_log_sum,
         delta_of_rows,
-        tiles.tile("dq"),
+        tile_of(tiles, "dq"),
         want_scale=want_scale,
         interpret=interpret,
     )
@@ -71,6 +74,8 @@ def backward(
         dk,
         dv,
         scale=dscale,
-        bias=dbias(problem, *rows, tiles.tile("dq"), interpret=interpret) if want_bias else None,
+        bias=dbias(problem, *rows, tile_of(tiles, "dq"), interpret=interpret)
+        if want_bias
+        else None,
         sinks=sinks_gradient(problem.sinks, *rows[1:]) if want_sinks else None,
     )

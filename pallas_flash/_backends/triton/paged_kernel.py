@@ -47,7 +47,10 @@ from pallas_flash._jax import device, hardware
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles, Work, key_place
 from pallas_flash._problem.problem import Extras
-from pallas_flash._problem.tile_sizes import Tile
+from pallas_flash._problem.tile_sizes import (
+    Tile,
+    tile_of,
+)
 from pallas_flash._problem.traversal import Sparsity
 
 
@@ -224,7 +227,7 @@ def launches_of(p: PagedProblem, capability) -> list[tuple[Tile, tuple[int, int 
     if rows <= few.block_q:
         return [(few, (0, None))]
     units = hardware.matrix_units(capability)
-    many = BY_MATRIX_UNITS[units][width, p.dtype.itemsize].tile("forward")
+    many = tile_of(BY_MATRIX_UNITS[units][width, p.dtype.itemsize], "forward")
     assert isinstance(many, Tile)
     if width == 256:
         # Addresses of pages take registers; with more keys it spills.

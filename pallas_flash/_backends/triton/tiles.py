@@ -21,7 +21,9 @@ from pallas_flash._problem.tile_sizes import (
     TileSizes,
     check_shared_memory,
     fits,
+    given_tiles,
     power_of_2,
+    tile_of,
 )
 
 # Tiles by the GPU's matrix units (`_jax.hardware.matrix_units`), then by (padded head dim, bytes of
@@ -181,7 +183,7 @@ def default(p: Problem | None, f: CallFeatures, kernels: Collection[str] = KERNE
     with_pairs = WITH_PAIRS.get(size) if hopper and f.pair_bytes else None
     if with_pairs:
         measured = with_pairs[max(n for n in with_pairs if n <= f.pair_bytes)]
-    tiles = dict(measured.given)
+    tiles = dict(given_tiles(measured))
     if hopper and not with_pairs:
         tiles |= _low_occupancy_tiles(f) | _tiles_of_kind(f)
     if f.decodes:
@@ -291,12 +293,12 @@ def candidates(kernel: str, problem: Problem, choose: Choose) -> list[Tile]:
     h, v = (max(16, power_of_2(width)) for width in (p.head_dim, p.value_dim))
     sums = {"forward": v, "decode": v, "dkv": h + v, "dk": h, "dv": v, "dq": h}[kernel]
     scores = 1 if kernel in (*FORWARD, "dv") else 2
-    near = table.tile(kernel) or table.tile("dkv") or table.tile("dk")
+    near = tile_of(table, kernel) or tile_of(table, "dkv") or tile_of(table, "dk")
     turn = -1 if kernel in KEYS_STAY else 1  # There keys are resident and queries streamed.
     rows, columns = (near.block_q, near.block_kv)[::turn]
     launches = {(rows, near.num_warps), (64, 4), (128, 4), (128, 8)}
     widths = [width for width in (columns // 2, columns, 2 * columns) if 16 <= width <= 128]
-    tiles = [near] if table.tile(kernel) else []
+    tiles = [near] if tile_of(table, kernel) else []
     for (rows, warps), width, stages in itertools.product(sorted(launches), widths, (2, 3, 4)):
         block_q, block_kv = (rows, width)[::turn]
         tile = Tile(block_q, block_kv, warps, stages)
