@@ -252,9 +252,8 @@ class Engine:
         id, self._next_id = self._next_id, self._next_id + 1
         self._texts[id] = []
         for sample in range(sampling.samples):
-            # For a penalty, steps must see which tokens the text has.
-            plain = sampling.repetition_penalty == 1
-            request = Request(list(tokens), most, shares=plain, guesses=plain)
+            # For a penalty, steps must see all tokens that the text has.
+            request = Request(list(tokens), most, shares=sampling.repetition_penalty == 1)
             text = _Text(Answer(id, sample, tokens, make), request, sampling, frozenset(stops))
             self._of_request[request] = text
             self._texts[id].append(text)

@@ -93,7 +93,6 @@ class Request:
         tokens: The tokens that the host knows: the prompt, then drawn ones.
         most: Number of tokens at which it ends.
         shares: Whether it takes pages of other requests.
-        guesses: Whether a step may compute tokens that are only guessed.
         unread: Number of tokens that are drawn, or are to be, but that the host does not know yet.
         computed: Number of tokens whose keys and values are in pages, or will be after the steps
             that are planned.
@@ -106,7 +105,6 @@ class Request:
     tokens: list[int]
     most: int
     shares: bool = True
-    guesses: bool = True
     unread: int = 0
     computed: int = 0
     pages: list[int | None] = dataclasses.field(default_factory=list)
@@ -278,8 +276,6 @@ class Scheduler:
     def _with_draft(self, part: Part) -> Part:
         """Return a part with guessed tokens, as many as there is room for."""
         request, size = part.request, self._page_size
-        if not request.guesses:
-            return part
         wanted = min(self._drafts, request.most - len(request.tokens) - 1)
         draft = request.guess(wanted) if wanted > 0 else []
         while draft and len(request.pages) * size < request.computed + len(draft):

@@ -213,6 +213,8 @@ INF = float("inf")
         ([1, INF, -INF], Sampling(0.5), [1]),
         ([-INF] * 3, Sampling(), [0, 1, 2]),
         ([0, 1, 1, 1], Sampling(top_k=2), [1, 2]),
+        ([-0.0, 0.0, -1], Sampling(top_k=1), [0]),
+        ([-3, -1, -2], Sampling(top_k=2), [1, 2]),
         ([0, 0.01, 0.02, 0.01], Sampling(1e300, top_k=1), [2]),
         ([0, 0.01, 0.02, 0.01], Sampling(1e300, top_p=0.3), [1, 2]),
         ([1, 1, 1], Sampling(top_p=1e-45), [0]),

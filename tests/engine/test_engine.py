@@ -117,10 +117,9 @@ def test_guessed_tokens_change_no_answer(drafts):
     """Texts that repeat themselves, drawn in all ways, with pages that do not suffice."""
     sizes = dict(pages=20, max_tokens_per_step=32)
     prompts = [x * 3 for x in PROMPTS[2:5]] + PROMPTS
-    each = [
-        Sampling(temperature, seed=n, max_tokens=30, repetition_penalty=1.3 if n == 1 else 1.0)
-        for n, temperature in enumerate([0, 0, 2, 0, 2, 0, 1, 0, 2])
-    ]
+    two = dict(temperature=2, top_k=2, max_tokens=40)
+    dear = Sampling(temperature=0, max_tokens=30, repetition_penalty=1.3)
+    each = [Sampling(**two, seed=n) if n % 2 else dear if n == 4 else GREEDY for n in range(9)]
     engine = engine_of(drafts=drafts, **sizes)
     found, right = engine.run(prompts, each), engine_of(**sizes).run(prompts, each)
     assert engine.preemptions > 1
@@ -211,12 +210,12 @@ def test_few_programs_serve_any_traffic():
     # No token comes twice, which steps remember on the device.
     once = dataclasses.replace(GREEDY, repetition_penalty=1e6)
     [right] = tokens_of(engine.run([[1, 2]], once))
-    engine.submit([1, 2], once)
+    other, one = engine.submit([5], GREEDY), engine.submit([1, 2], once)
     engine.step()
     engine.step()
     assert engine.warm_up() == 9 == engine.programs
-    [answer] = {x for _ in range(20) for x in engine.step()}
-    assert answer.tokens == right
+    answers = {x.id: x.tokens for _ in range(20) for x in engine.step()}
+    assert answers == {other: alone([5], 12), one: right}
     rng = np.random.default_rng(0)
     for n in range(5):
         prompts = [rng.integers(0, 31, rng.integers(1, 60)).tolist() for _ in range(1 + 3 * n)]
