@@ -278,7 +278,7 @@ def matrix_units(a, b, acc):
     """
     if {a.dtype.itemsize, b.dtype.itemsize} != {2}:
         raise EmulationError(f"a product of {a.dtype} and {b.dtype}")
-    acc = np.broadcast_to(np.float32(acc), (len(a), b.shape[1]))
+    acc = np.broadcast_to(acc, (len(a), b.shape[1]))
     for n in range(0, a.shape[1], 16):
         x, y = a[:, n : n + 16, None], b[None, n : n + 16]
         products, c = x.astype(np.float64) * y.astype(np.float64), acc.astype(np.float64)
@@ -300,12 +300,12 @@ def power_of_two(x):
 add_product = float32_sums  # Unless `emulated` is asked for others.
 
 
-def multiply(a, b, acc=np.float32(0)):
+def multiply(a, b, acc=0):
     """Return acc + a @ b."""
     a, b = (np.asarray(x.array if isinstance(x, Shared) else x) for x in (a, b))
     # Rows past the end may see what holds NaN.
     with np.errstate(invalid="ignore", over="ignore"):
-        return add_product(a, b, np.asarray(acc))
+        return add_product(a, b, np.asarray(acc, np.float32))
 
 
 class Running:
