@@ -69,9 +69,13 @@ TILE = ForwardTile(2, 128, 1)
 
 
 def draw(seed, length=T):
+    """Return q, k and v with such scores that the maximum moves by more than the threshold."""
     random = np.random.default_rng(seed)
-    heads = 2, 1, 1
-    return [jnp.asarray(random.normal(size=(1, length, n, 64)), jnp.bfloat16) for n in heads]
+    kinds = (2, 3.0), (1, 1.0), (1, 1.0)
+    return [
+        jnp.asarray(random.normal(0, deviation, (1, length, heads, 64)), jnp.bfloat16)
+        for heads, deviation in kinds
+    ]
 
 
 QKV = draw(0)
