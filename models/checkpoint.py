@@ -10,6 +10,7 @@ import functools
 import json
 import pathlib
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -47,6 +48,19 @@ _GEMMA = _LLAMA | {
     "layers/#/mlp_norm": "model.layers.#.pre_feedforward_layernorm",
     "layers/#/mlp_post_norm": "model.layers.#.post_feedforward_layernorm",
 }
+# Norms come after attention and after the MLP alone.
+_OLMO2 = _LLAMA | {
+    "layers/#/attention_post_norm": "model.layers.#.post_attention_layernorm",
+    "layers/#/mlp_post_norm": "model.layers.#.post_feedforward_layernorm",
+}
+# Matrices of one input are one.
+_PHI3 = _LLAMA | {
+    "layers/#/attention/query": "model.layers.#.self_attn.qkv_proj",
+    "layers/#/attention/key": "model.layers.#.self_attn.qkv_proj",
+    "layers/#/attention/value": "model.layers.#.self_attn.qkv_proj",
+    "layers/#/mlp/gate": "model.layers.#.mlp.gate_up_proj",
+    "layers/#/mlp/up": "model.layers.#.mlp.gate_up_proj",
+}
 # Queries, keys and values are one matrix, and matrices are [inputs, outputs].
 _GPT2 = {
     "embedding": "transformer.wte",
@@ -62,8 +76,14 @@ _GPT2 = {
     "norm": "transformer.ln_f",
     "head": "lm_head",
 }
+# The names of a family's modules, if they are not Llama's.
+NAMES = {"gpt2": _GPT2, "gemma2": _GEMMA, "gemma3_text": _GEMMA, "olmo2": _OLMO2, "phi3": _PHI3}
 # Constants that older files have beside the parameters: causal masks and frequencies.
 CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+# The beginnings of names in files of other models: without a head, and with images, as Gemma 3's
+# first files and its newer ones have them.
+PREFIXES = ("", "language_model.model.", "model.language_model.", "language_model.")
+IMAGES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 class Stored(NamedTuple):
@@ -81,7 +101,7 @@ class Stored(NamedTuple):
 def layout_of_files(config: DecoderConfig, paths: list[str]) -> dict[str, Stored]:
     """Return, by name, the tensors that hold the parameters at these paths."""
     kind = json.loads(config.source or "{}").get("model_type", "llama")
-    names = {"gpt2": _GPT2, "gemma2": _GEMMA, "gemma3_text": _GEMMA}.get(kind, _LLAMA)
+    names = NAMES.get(kind, _LLAMA)
     order, stored = list(names), {}
     numbered = {path: re.sub(r"(?<=/)\d+(?=/)", "#", path).rpartition("/") for path in paths}
     for path in sorted(paths, key=lambda path: order.index(numbered[path][0])):
@@ -216,11 +236,16 @@ def _each_once(path: pathlib.Path, pairs: list[tuple[str, Any]]) -> dict[str, An
 
 
 def _named_as(stored: dict[str, Stored], tensors: Mapping[str, Any]) -> dict[str, Stored]:
-    """Return `stored` with the names of a file that a model without a head was saved to."""
-    prefixes = ("model.", "transformer.")
-    if any(name.startswith(prefixes) for name in tensors):
+    """Return `stored` with the names of the file: see `PREFIXES`."""
+    ours = re.compile(r"^(model|transformer)\.(?!language_model\.)")
+    if any(ours.match(name) and not IMAGES.match(name) for name in tensors):
         return stored
-    return {re.sub(r"^(model|transformer)\.", "", name): x for name, x in stored.items()}
+    first = re.compile(r"(embed_tokens|wte)\.weight$")
+    prefixes = {first.sub("", name) for name in tensors if first.search(name)}
+    prefix = next((x for x in PREFIXES if x in prefixes), "")
+    head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
+    names = {name: re.sub("^lm_head.", head, ours.sub(prefix, name)) for name in stored}
+    return {names[name]: x for name, x in stored.items()}
 
 
 def embedding_dtype(config: DecoderConfig, tensors: dict[str, np.ndarray]) -> str:
@@ -293,12 +318,18 @@ def _check_names(config: DecoderConfig, stored: dict[str, Stored], tensors: dict
     if missing := sorted(stored.keys() - tensors.keys()):
         raise ValueError(f"the weights must have {_some(missing)}, which the file has not.")
     left = sorted(tensors.keys() - stored.keys())
-    if config.tied and left == ["lm_head.weight"]:
+    if of_images := [name for name in left if IMAGES.match(name)]:
+        left = [name for name in left if not IMAGES.match(name)]
+        warnings.warn(
+            f"only the text part is read: {len(of_images)} tensors of images are left out",
+            stacklevel=4,
+        )
+    if config.tied and len(left) == 1 and left[0].endswith("lm_head.weight"):
         [embedding] = (x for x in stored if "embed" in x or "wte" in x)
-        if np.array_equal(tensors["lm_head.weight"], tensors[embedding]):
+        if np.array_equal(tensors[left[0]], tensors[embedding]):
             return
         raise ValueError(
-            f"'lm_head.weight' must equal {embedding!r}, because `tie_word_embeddings` is true; "
+            f"{left[0]!r} must equal {embedding!r}, because `tie_word_embeddings` is true; "
             "got another matrix."
         )
     if left:
@@ -348,7 +379,7 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
     if len(files) == 1:
         names = [WEIGHTS]
     for file, inside in zip(names, files, strict=True):
-        _write_file(folder / file, {name: stored[name] for name in inside}, leaves)
+        write_file(folder / file, {name: stored[name] for name in inside}, leaves)
     if len(files) > 1:
         index = {name: file for file, inside in zip(names, files, strict=True) for name in inside}
         total = {"total_size": sum(x.nbytes for x in leaves.values())}
@@ -360,7 +391,7 @@ def write(folder: pathlib.Path, config: DecoderConfig, params: Any, max_file_byt
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):
+def write_file(path: pathlib.Path, stored: dict[str, Stored], params: dict[str, jax.Array]):
     """Write a safetensors file, one tensor at a time."""
     letters = {dtype: name for name, dtype in DTYPES.items()}
     # The libraries that read such files ask which one wrote it, and know this answer.

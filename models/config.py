@@ -27,7 +27,8 @@ class DecoderConfig:
         context: Longest text of training; with learned positions the longest input.
         norm: "rms" (x / rms(x) * weight), "rms1" (with 1 + weight, Gemma) or "layer" (LayerNorm).
         norm_epsilon: Added to the mean square or the variance.
-        post_norms: Whether the outputs of attention and of the MLP are normalised, too (Gemma).
+        pre_norms: Whether the inputs of attention and of the MLP are normalised (not in OLMo 2).
+        post_norms: Whether their outputs are (Gemma, OLMo 2).
         activation: "silu" or "gelu" (with tanh).
         gated: Whether the MLP multiplies `activation(gate(x))` and `up(x)`; else it has no gate.
         qkv_bias: Whether the maps to queries, keys and values add a bias.
@@ -35,9 +36,11 @@ class DecoderConfig:
         mlp_bias: Whether the maps of the MLP do.
         rope: Rotary positions; None for learned ones.
         sliding_rope: Rotary positions of the layers with a window; None for `rope`.
+        turned: For each layer, whether it has rotary positions; empty where all have (SmolLM3).
         sliding: For each layer, whether it has a window.
         window: Number of tokens that a token sees in such a layer, itself among them.
         normalize_qk: Whether each query and key head is normalised before rotary positions.
+        joint_qk_norm: Whether that norm is one of all heads of a token together (OLMo 2).
         attention_scale: Multiplies scores; None is 1 / sqrt(head_dim).
         attention_soft_cap: Scores s become cap * tanh(s / cap); None is no cap.
         final_soft_cap: The same for logits.
@@ -62,6 +65,7 @@ class DecoderConfig:
     context: int
     norm: str = "rms"
     norm_epsilon: float = 1e-6
+    pre_norms: bool = True
     post_norms: bool = False
     activation: str = "silu"
     gated: bool = True
@@ -70,9 +74,11 @@ class DecoderConfig:
     mlp_bias: bool = False
     rope: Rope | None = None
     sliding_rope: Rope | None = None
+    turned: tuple[bool, ...] = ()
     sliding: tuple[bool, ...] = ()
     window: int | None = None
     normalize_qk: bool = False
+    joint_qk_norm: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
@@ -97,13 +103,14 @@ class DecoderConfig:
                 "`num_heads` must be a multiple of `num_kv_heads`; got "
                 f"{self.num_heads} and {self.num_kv_heads}."
             )
-        if self.rope is not None and self.head_dim % 2:
-            raise ValueError(f"`head_dim` must be even for rotary positions; got {self.head_dim}.")
-        if len(self.sliding) not in (0, self.num_layers):
-            raise ValueError(
-                f"`sliding` must have {self.num_layers} entries, one for each layer; got "
-                f"{len(self.sliding)}."
-            )
+        for rope in filter(None, (self.rope, self.sliding_rope)):
+            rope.check(self.head_dim)
+        for name in ("sliding", "turned"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise ValueError(
+                    f"`{name}` must have {self.num_layers} entries, one for each layer; got "
+                    f"{len(getattr(self, name))}."
+                )
         if any(self.sliding) and (self.window is None or self.window < 1):
             raise ValueError(
                 f"`window` must be at least 1 where a layer has a window; got {self.window}."
@@ -127,8 +134,11 @@ class DecoderConfig:
         return self.window - 1, 0
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Return the rotary positions of a layer."""
-        return (self.sliding_rope if self.has_window(layer) else None) or self.rope
+        """Return the rotary positions of a layer, which may turn nothing; None for learned ones."""
+        rope = (self.sliding_rope if self.has_window(layer) else None) or self.rope
+        if rope is None or not self.turned or self.turned[layer]:
+            return rope
+        return dataclasses.replace(rope, share=0.0)
 
     @classmethod
     def from_json(cls, text: str) -> "DecoderConfig":

@@ -1,8 +1,8 @@
-"""A decoder; its configuration covers GPT-2, Llama, Qwen 2.5 and 3, Mistral and Gemma 1 to 3.
+"""A decoder; its configuration covers the families of `models/families.py`.
 
     x = embedding[tokens]                   times sqrt(features) in Gemma; plus positions in GPT-2
-    x = x + post(attention(norm(x)))        post is the identity, or in Gemma a norm
-    x = x + post(mlp(norm(x)))              both repeated num_layers times
+    x = x + post(attention(norm(x)))        post is the identity, or in Gemma a norm; in OLMo 2
+    x = x + post(mlp(norm(x)))              post is a norm, and norm the identity; num_layers times
     logits = cap(norm(x) @ head.T)
 
 It has the attention of gpt-oss, too, but no mixture of experts. `Decoder.from_pretrained` reads a
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 import pallas_flash
 from models import checkpoint
 from models.config import DecoderConfig
+from models.rope import Rope
 from models.sharding import Layout
 from pallas_flash.flax import KVCache, SelfAttention
 
@@ -115,6 +116,14 @@ class Norm(nnx.Module):
         return (y + _last(self.bias[...].astype(y.dtype), x)).astype(x.dtype)
 
 
+class JointNorm(Norm):
+    """The norm of the last two axes together, which are heads and their features."""
+
+    def __call__(self, x: Float[Array, "... N H"]) -> Float[Array, "... N H"]:
+        """Normalise each position on its own."""
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+
+
 def _normalized(x, scale, epsilon):
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     square = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -149,7 +158,7 @@ def attention_of(
     """Return the attention of a layer, with the maps, norms and rotary rule of the model."""
     rope = config.rope_of(layer)
     width = config.num_heads * config.head_dim
-    return SelfAttention(
+    module = SelfAttention(
         config.features,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -173,6 +182,10 @@ def attention_of(
         attention=attention,
         rngs=rngs,
     )
+    if config.joint_qk_norm:
+        module.query_norm = JointNorm(width, config)
+        module.key_norm = JointNorm(config.num_kv_heads * config.head_dim, config)
+    return module
 
 
 class MLP(nnx.Module):
@@ -212,18 +225,23 @@ class Layer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         norm = functools.partial(Norm, config.features, config)
-        self.attention_norm = norm()
+        self.attention_norm = norm() if config.pre_norms else None
         self.attention = attention_of(config, layer, attention, rngs)
         self.attention_post_norm = norm() if config.post_norms else None
-        self.mlp_norm, self.mlp = norm(), MLP(config, rngs)
+        self.mlp_norm = norm() if config.pre_norms else None
+        self.mlp = MLP(config, rngs)
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(self, x: Float[Array, "B T C"], **where) -> Float[Array, "B T C"]:
         """Return the residual stream after this layer; the keywords are of `SelfAttention`."""
-        y = self.attention(self.attention_norm(x), **where)
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+        y = self.attention(_through(self.attention_norm, x), **where)
+        x = x + _through(self.attention_post_norm, y)
+        y = self.mlp(_through(self.mlp_norm, x))
+        return x + _through(self.mlp_post_norm, y)
+
+
+def _through(norm: Norm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    return x if norm is None else norm(x)
 
 
 class Embedding(nnx.Module):
@@ -332,6 +350,7 @@ class Decoder(nnx.Module):
         """
         self._check(tokens, segment_ids, decode, lengths)
         if decode:
+            self._check_room()
             where: dict[str, Any] = dict(decode=True, seq_lengths=lengths)
             positions = self._cache().positions(tokens.shape[1])
         else:
@@ -378,6 +397,8 @@ class Decoder(nnx.Module):
     def init_cache(self, batch: int, length: int) -> None:
         """Make an empty cache in every layer for `batch` texts of `length` tokens.
 
+        The length also chooses the rotary positions of longrope, because what is cached has them.
+
         Raises:
             ValueError: The texts are longer than the learned positions, or a number is no size.
         """
@@ -389,6 +410,22 @@ class Decoder(nnx.Module):
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for layer in self.layers:
             layer.attention.init_cache(shape, ragged=True, sharding=heads)
+        self._set_room(length)
+
+    def _set_room(self, length: int) -> None:
+        """Choose the rotary positions of longrope for a cache of texts of this length."""
+        for layer in self.layers:
+            if isinstance(rope := layer.attention.rope, Rope) and rope.kind == "longrope":
+                layer.attention.rope = dataclasses.replace(rope, room=length)
+
+    def _check_room(self) -> None:
+        """Raise if the length of the texts in a cache must be known and is not."""
+        rope = self.layers[0].attention.rope
+        if isinstance(rope, Rope) and rope.kind == "longrope" and not rope.room:
+            raise ValueError(
+                "`decode` must be False with longrope in a cache of unknown length, by which it "
+                "chooses its factors; got True. Call `init_cache`."
+            )
 
     @classmethod
     def from_pretrained(

@@ -1,6 +1,7 @@
 """How a config.json of the families below becomes the fields of a `DecoderConfig`.
 
-A family is the `model_type` of the file, a key of `FAMILIES`. A field of the file
+A family is the `model_type` of the file, a key of `FAMILIES`; a model with images (`TEXT_PARTS`) is
+its text part. A field of the file
     is read, if its family has it in `FAMILIES`,
     must have a value that `Decoder` computes, if it stands in `COMPUTED`,
     is left out, if its name matches one of `NO_EFFECT`,
@@ -41,6 +42,10 @@ def fields_from_json(text: str) -> dict[str, Any]:
             unknown, or a value is one that `Decoder` does not compute.
     """
     content = json_object("`config.json`", text)
+    kind = content.get("model_type")
+    if isinstance(kind, str) and kind in TEXT_PARTS:
+        content = _text_part(content)
+        text = json.dumps(content)
     kind = content.pop("model_type", None)
     if content.get("num_local_experts") or content.get("num_experts"):
         raise ValueError(
@@ -50,18 +55,14 @@ def fields_from_json(text: str) -> dict[str, Any]:
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"`model_type` must be one of {', '.join(FAMILIES)}; got {kind!r}"
-            f"{': of a model with images, save its text part' if kind == 'gemma3' else ''}."
+            f"`model_type` must be one of {', '.join((*FAMILIES, *TEXT_PARTS))}; got {kind!r}."
         )
     known, fixed = FAMILIES[kind]
+    known = {name: x for name, x in known.items() if x is not UNREAD}
+    unread = FAMILIES[kind][0].keys() - known.keys()
     others = {name: x for name, x in content.items() if name not in known and x is not None}
-    unknown = sorted(name for name in others if not _is_harmless(name))
-    if unknown:
-        raise ValueError(
-            f"`config.json` of {kind} must have fields that `Decoder` computes; got "
-            f"{', '.join(repr(name)[1:-1] for name in unknown)}. Delete those that change no "
-            "logits; weights must not be quantised."
-        )
+    others = {name: x for name, x in others.items() if name not in unread}
+    _refuse_unknown(kind, [name for name in others if not _is_harmless(name)])
     if missing := [name for name, x in known.items() if x is NEEDED and name not in content]:
         raise ValueError(f"`config.json` of {kind} must have {', '.join(missing)}.")
     values = {name: _value(name, content, default) for name, default in known.items()}
@@ -73,6 +74,32 @@ def fields_from_json(text: str) -> dict[str, Any]:
                 "which `Decoder` does not compute."
             )
     return {**_fields_of(values), **fixed, "source": text}
+
+
+def _text_part(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text part of a model with images."""
+    kind, text = content["model_type"], content.get("text_config")
+    text = {} if text is None else text
+    of_images = (*IMAGES, "text_config", "model_type")
+    others = [name for name in content if content[name] is not None and name not in of_images]
+    _refuse_unknown(kind, [name for name in others if not _is_harmless(name)])
+    if not isinstance(text, dict) or text.get("model_type", TEXT_PARTS[kind]) != TEXT_PARTS[kind]:
+        raise ValueError(
+            f"`text_config` of {kind} must be an object of {TEXT_PARTS[kind]}; got {text!r:.60}."
+        )
+    # The whole model has the tokens and the dtype.
+    kept = {name: content[name] for name in others if name.endswith(("_token_id", "dtype"))}
+    named = {"architectures": ["Gemma3ForCausalLM"], "model_type": TEXT_PARTS[kind]}
+    return {**text, **kept, **named}
+
+
+def _refuse_unknown(kind: str, names: list[str]) -> None:
+    if names:
+        raise ValueError(
+            f"`config.json` of {kind} must have fields that `Decoder` computes; got "
+            f"{', '.join(repr(name)[1:-1] for name in sorted(names))}. Delete those that change no "
+            "logits; weights must not be quantised."
+        )
 
 
 def _is_harmless(name: str) -> bool:
@@ -149,7 +176,8 @@ def _fields_of(json: dict[str, Any]) -> dict[str, Any]:
         "mlp_bias": get("mlp_bias", False),
         "rope": full,
         "sliding_rope": None if sliding == full else sliding,
-        "sliding": _sliding(get, layers),
+        "turned": (turned := _turned(get, layers)),
+        "sliding": _sliding(get, layers, turned),
         "window": get("sliding_window"),
         "attention_soft_cap": get("attn_logit_softcapping"),
         "final_soft_cap": get("final_logit_softcapping"),
@@ -178,10 +206,32 @@ def _ropes(get) -> tuple[Rope | None, Rope | None]:
         sliding = sliding | parts["sliding_attention"]
     elif nested:
         full = sliding = {"rope_theta": get("rope_theta"), **nested}
-    return Rope.from_json(sliding, context), Rope.from_json(full, context)
+    share, original = get("partial_rotary_factor"), get("original_max_position_embeddings")
+    for fields in (full, sliding):
+        if share is not None:
+            fields.setdefault("partial_rotary_factor", share)
+        elif fields.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(
+                "`partial_rotary_factor` must be 1, because this family turns all of a head; got "
+                f"{fields['partial_rotary_factor']}."
+            )
+    return Rope.from_json(sliding, context, original), Rope.from_json(full, context, original)
 
 
-def _sliding(get, layers: int) -> tuple[bool, ...]:
+def _turned(get, layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has rotary positions; nothing if all have."""
+    if (every := get("no_rope_layer_interval")) is None:
+        return ()
+    # Whatever its name says, the list has 1 for a layer with rotary positions.
+    marks = get("no_rope_layers", [int((layer + 1) % every > 0) for layer in range(layers)])
+    if len(marks) < layers or any(x not in (0, 1) for x in marks):
+        raise ValueError(
+            f"`no_rope_layers` must have 0 or 1 for each of {layers} layers; got {marks!r:.60}."
+        )
+    return () if all(marks[:layers]) else tuple(x == 1 for x in marks[:layers])
+
+
+def _sliding(get, layers: int, turned: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return whether each layer has a window."""
     window = get("sliding_window") if get("use_sliding_window", True) else None
     kinds = get("layer_types")
@@ -199,6 +249,8 @@ def _sliding(get, layers: int) -> tuple[bool, ...]:
         return tuple(kind == "sliding_attention" for kind in kinds)
     if window is None:
         return ()
+    if get("no_rope_layer_interval") is not None:
+        return tuple(not x for x in turned)
     if get("max_window_layers") is not None:
         return tuple(layer >= get("max_window_layers") for layer in range(layers))
     # Every layer (Mistral), or all but each second (Gemma 2) or sixth (Gemma 3).
@@ -207,8 +259,12 @@ def _sliding(get, layers: int) -> tuple[bool, ...]:
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# A field of config.json that has no default.
-NEEDED = object()
+# A field of config.json that has no default, and one that its family does not read.
+NEEDED, UNREAD = object(), object()
+# The text part of a model with images, and the fields of its config.json that are not of texts.
+TEXT_PARTS = {"gemma3": "gemma3_text"}
+IMAGES = ("vision_config", "mm_tokens_per_image")
+IMAGES += ("boi_token_index", "eoi_token_index", "image_token_index")
 GPT2_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -259,7 +315,14 @@ _GEMMA2 = _GEMMA1 | {
     "final_logit_softcapping": 30.0,
     "_sliding_window_pattern": 2,
 }
+# Text parts of models with images leave out what has these values.
 _GEMMA3 = {name: x for name, x in _GEMMA2.items() if name != "attn_logit_softcapping"} | {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
@@ -297,13 +360,42 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2": (_QWEN2, {"qkv_bias": True, "out_bias": False}),
     "qwen3": (_QWEN2 | {"attention_bias": False, "head_dim": 128}, {"normalize_qk": True}),
+    "smollm3": (
+        _LLAMA
+        | {
+            **{"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0},
+            **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+            **{"use_sliding_window": False, "sliding_window": None, "max_window_layers": UNREAD},
+            **{"no_rope_layers": None, "no_rope_layer_interval": 4},
+        },
+        {},
+    ),
+    "olmo2": (
+        _LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False, "layer_types": (None,)},
+        {"pre_norms": False, "post_norms": True, "normalize_qk": True, "joint_qk_norm": True},
+    ),
+    # Phi-3 and Phi-4; Phi-4-mini turns a part of each head.
+    "phi3": (
+        _LLAMA
+        | {
+            **{"rms_norm_eps": 1e-5, "layer_types": (None,), "sliding_window": None},
+            **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+            **{"partial_rotary_factor": 1.0, "lm_head_bias": (False,)},
+            **{"full_attn_mod": (1,), "interpolate_factor": (1,)},
+        },
+        {},
+    ),
     "gemma": (_GEMMA1, _GEMMA),
     "gemma2": (_GEMMA2, _POST_NORMS),
     "gemma3_text": (_GEMMA3, _POST_NORMS | {"normalize_qk": True}),
 }
 # Kinds of fields: these, bool by the default, and int.
-CONTAINERS = {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list}
+CONTAINERS: dict[str, type] = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+    **dict.fromkeys(("layer_types", "no_rope_layers"), list),
+}
 NUMBERS = {
+    "partial_rotary_factor",
     *("rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
 }

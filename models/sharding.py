@@ -34,7 +34,8 @@ RULES = (
     (r"(attention/(query|key|value)|mlp/(gate|up))/weight", PartitionSpec("tensor", "fsdp")),
     (r"(attention/out|mlp/down)/weight", PartitionSpec("fsdp", "tensor")),
     (r"(embedding|position_embedding|head)/weight", PartitionSpec(None, "fsdp")),
-    (r"(\w*norm/weight|bias|sinks)", PartitionSpec()),
+    # The last are of adapters (`models/lora.py`).
+    (r"(\w*norm/weight|bias|sinks|a|b)", PartitionSpec()),
 )
 # The same for the arrays that attention gets beside queries, keys and values.
 OF_ATTENTION = {

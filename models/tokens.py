@@ -1,13 +1,14 @@
 """Texts to tokens and back: bytes, tokenizer.json, chats, and text that is streamed."""
 
-import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from models.chat import find_templates, render
+import numpy as np
+
+from models.chat import Chat, Message, find_templates
 from models.errors import UserError, why
 
 # A character that is not complete yet; tokens of a model may end inside of one.
@@ -78,8 +79,7 @@ class FromFolder:
     Attributes:
         path: The tokenizer.json.
         stop_tokens: The tokens that end a text, by generation_config.json or config.json.
-        chat: Returns the text of a chat, up to where the model's answer begins, from the user's
-            words and the system's; None if the folder has no template.
+        chat: The chat template; None if the folder has none.
         vocab_size: One more than the largest token.
 
     Raises:
@@ -97,13 +97,14 @@ class FromFolder:
         # Without a name it matches nothing.
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._cleaning: dict[str, Any] = {}
         generation, self.chat = {}, None
         if folder is not None:
             settings = read_json(folder / "tokenizer_config.json")
             generation = read_json(folder / "config.json")
             generation |= read_json(folder / "generation_config.json")
             if templates := find_templates(folder, settings):
-                self.chat = functools.partial(render, templates, settings)
+                self.chat = Chat(templates, settings)
         end = generation.get("eos_token_id")
         self.stop_tokens = [end] if isinstance(end, int) else list(end or ())
 
@@ -128,19 +129,41 @@ class FromFolder:
         return [tokens for tokens, _ in self._encoded(texts, special)]
 
     def encode_chat(self, prompt: str, system: str | None) -> list[int]:
-        """Return the tokens of a chat by `chat`: only the template writes special ones."""
+        """Return the tokens of a chat, up to where the answer to the user's words begins."""
         assert self.chat is not None  # without a template nobody asks for a chat
-        texts, tokenizer = [utf8(prompt), utf8(system or "")], self._tokenizer
-        if any(map(self._names.search, texts)):
-            # Refuses what `documents` refuses.
-            self.documents(texts)
-            mark = next(x for x in NONCHARACTERS if x not in "".join(texts))
-            texts = [self._break_names(text, mark) for text in texts]
-            tokenizer = self._without(mark)
-        tokenizer.encode_special_tokens = False
-        text = self.chat(texts[0], None if system is None else texts[1])
+        messages = [] if system is None else [{"role": "system", "content": utf8(system)}]
+        messages.append({"role": "user", "content": utf8(prompt)})
+        tokenizer, messages, _ = self._names_as_text(messages)
+        try:
+            text = self.chat(messages)
+        except UserError as error:
+            raise UserError(f"{str(error).removesuffix('.')}, or pass --no-chat.") from None
         # The template has the tokens that begin a text.
         return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_answers(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], np.ndarray, list[str]]:
+        """Return the tokens of a conversation, whether each is of an answer, and what is odd.
+
+        See `Chat.answers`.
+        """
+        assert self.chat is not None
+        tokenizer, (messages, tools), marks = self._names_as_text((messages, tools))
+        text, spans, changed = self.chat.answers(messages, marks, tools=tools)
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        first, last = np.array(encoded.offsets, int).reshape(-1, 2).T
+        answers, inside = np.zeros(len(first), bool), False
+        for begin, end in spans:
+            answers |= (begin < last) & (first < end)
+            inside |= bool(((first < begin) & (begin < last) & (begin < end)).any())
+        odd = {
+            "have an answer whose words the template changes, as if it left thinking out": changed,
+            "have an answer that begins inside of a token, which carries loss": inside,
+            "have no stop token that carries loss, so that answers may not end": self.stop_tokens
+            and not np.isin(np.array(encoded.ids)[answers], self.stop_tokens).any(),
+        }
+        return encoded.ids, answers, [what for what, there in odd.items() if there]
 
     def special_name(self, text: str) -> str | None:
         """Return the name of a special token that a text has as letters; None without one."""
@@ -184,25 +207,61 @@ class FromFolder:
                 )
         return pairs
 
+    def _names_as_text(self, messages):
+        """Return what makes tokens of a chat, in which only the template writes special ones.
+
+        Returns:
+            The tokenizer, the messages for it, and two characters that are not in them.
+        """
+        texts = [*_texts(messages)]
+        mark, begin, end = [x for x in NONCHARACTERS if not any(x in text for text in texts)][:3]
+        tokenizer = self._tokenizer
+        if any(map(self._names.search, texts)):
+            # Refuses what `documents` refuses.
+            self.documents(texts)
+            messages = _map_texts(lambda text: self._break_names(text, mark), messages)
+            tokenizer = self._without(mark)
+        tokenizer.encode_special_tokens = False
+        return tokenizer, messages, (begin, end)
+
     def _break_names(self, text: str, mark: str) -> str:
         """Return a text with a mark inside of each name of a special token."""
         while match := self._names.search(text):
             if len(match[0]) == 1:
                 raise UserError(
-                    f"--prompt must not have {match[0]!r} in a chat, which is a special token."
+                    f"a chat must not have {match[0]!r} in a message, which is a special token."
                 )
             text = text[: match.start() + 1] + mark + text[match.start() + 1 :]
         return text
 
     def _without(self, mark: str):
         """Return the tokenizer that leaves a mark out, after it has found the special tokens."""
+        if mark in self._cleaning:
+            return self._cleaning[mark]
         fields = json.loads(self._tokenizer.to_str())
         for token in fields["added_tokens"]:
             token["normalized"] &= not token["special"]
         removed = {"type": "Replace", "pattern": {"String": mark}, "content": ""}
         steps = [removed, *filter(None, [fields["normalizer"]])]
         fields["normalizer"] = {"type": "Sequence", "normalizers": steps}
-        return type(self._tokenizer).from_str(json.dumps(fields))
+        self._cleaning[mark] = type(self._tokenizer).from_str(json.dumps(fields))
+        return self._cleaning[mark]
+
+
+def _map_texts(change: Callable[[str], str], x: Any) -> Any:
+    """Return messages with other texts; roles and names of fields stay."""
+    if isinstance(x, str):
+        return change(x)
+    if isinstance(x, Mapping):
+        return {k: v if k == "role" else _map_texts(change, v) for k, v in x.items()}
+    return [_map_texts(change, v) for v in x] if isinstance(x, list | tuple) else x
+
+
+def _texts(x: Any) -> list[str]:
+    """Return the texts of messages."""
+    texts = []
+    _map_texts(lambda text: texts.append(text) or text, x)
+    return texts
 
 
 def utf8(text: str) -> str:

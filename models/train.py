@@ -3,23 +3,19 @@
     pip install -e '.[train]'
     python -m models.train --preset gpt2-small                       # a new model, 85 M parameters
     python -m models.train --init-from Qwen2.5-0.5B --data tokens/   # fine-tuning
+    python -m models.train --init-from Qwen2.5-0.5B-Instruct --conversations chats.jsonl
     python -m models.train --mesh data=2,fsdp=2,sequence=2,tensor=2  # several devices
 
-`scripts/train_gpt.py` is the small one, to read and to copy. This trainer also has meshes of
-devices, several processes, weights, tokenizers, verified checkpoints and a report of its speed.
-
-Before training, it compares the gradient of every parameter but biases of keys with the gradient
-through the dense reference, in float32, and stops if they differ. Results go to the folder
-`--out-dir`; see `models/training/folder.py`.
+`docs/training.md` is about it; `scripts/train_gpt.py` is the small one, to read and to copy. Before
+training, it compares the gradient of every parameter with the gradient through dense attention.
 
 The same command resumes a run that was stopped or killed, at its last undamaged checkpoint and to
 the same bits: the only state is (step, parameters, optimizer), because a batch is a function of
-(seed, step). On a GPU, XLA chooses kernels by timing them and may add in any order, so
-equal bits need `XLA_FLAGS=--xla_gpu_deterministic_ops=true` there, which is slower.
+(seed, step).
 
 `models/training/` has, in reading order, `loop.py` (updates, gradient check, the run),
-`settings.py` (flags and presets), `text.py` (data), `mesh.py` (several devices),
-`processes.py` (several processes, signals), `folder.py` and `files.py`, and `report.py` (speed).
+`settings.py` (flags and presets), `text.py` and `conversations.py` (data), `mesh.py` (several
+devices), `processes.py` (several processes, signals), `folder.py` and `files.py`, and `report.py`.
 """
 
 import math
@@ -35,6 +31,7 @@ try:
     from models.training import processes
     from models.training.loop import train
     from models.training.processes import UserError, fail, say
+    from models.training.report import bits_of
     from models.training.settings import TrainConfig, config_from_flags, make_parser
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -92,14 +89,11 @@ def main(argv: list[str] | None = None) -> int:
     speed = "" if result.speed is None else f", {result.speed}"
     if processes.is_writer():
         # Damaged metrics may have lost them.
-        loss, held_out, bits = (
-            math.nan if x is None else x
-            for x in (result.loss, result.val_loss, result.bits_per_byte)
-        )
+        loss, held_out = (math.nan if x is None else x for x in (result.loss, result.val_loss))
         say(
             "done",
-            f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token, "
-            f"{bits:.3f} bits per byte{speed}; "
+            f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token"
+            f"{bits_of(result.bits_per_byte)}{speed}; "
             f"{time.perf_counter() - start:.0f} s in all; text: python scripts/generate.py "
             f"{config.out_dir}",
         )

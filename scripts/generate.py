@@ -17,6 +17,7 @@ import argparse
 import itertools
 import pathlib
 import sys
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 try:
     from flax import nnx
 
+    from models.config import Implementation
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
     from scripts.command import Parser, UserError, command, parse_path, parse_size, why
@@ -102,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--attention",
-        choices=("auto", "mosaic", "triton", "interpret", "xla", "reference"),
+        choices=("auto", *typing.get_args(Implementation)),
         default="auto",
         help="implementation of pallas_flash.attention",
     )

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from models.errors import UserError
 from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
 from models.training.processes import first_line, is_writer, result_of_writer, several, warn
-from models.training.settings import TrainConfig
+from models.training.settings import FREE, TrainConfig
 
 METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
 CHECKSUMS, STATE = "checksums.json", "state"
@@ -84,8 +84,8 @@ class RunFolder:
         self.path, self.last_step = Path(config.out_dir).absolute(), 0
         self.metrics: list[dict[str, Any]] = []
         self._checkpoints = self.path / CHECKPOINTS
-        self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash}
-        self._keep = config.keep_checkpoints
+        self._config = config
+        self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash, "weights": None}
         self._exit = contextlib.ExitStack()
 
     def __enter__(self):
@@ -130,6 +130,10 @@ class RunFolder:
                 else:
                     self._put_aside(folder, "unfinished", f"has no {CHECKSUMS}")
             last_step = 0
+            if self._config.lora_rank is not None:
+                # Checkpoints have the adapter, and not the weights that it tunes.
+                files = sorted(self._config.weights.glob("*.safetensors"))
+                self._settings["weights"] = [sha256_of(path) for path in files]
             if whole:
                 self._refuse_other_settings()
                 last_step = self._newest(whole)
@@ -175,11 +179,10 @@ class RunFolder:
 
     def _refuse_other_settings(self):
         saved = read_marked(self.path / RUN) or {}
-        fixed = [field.name for field in dataclasses.fields(TrainConfig) if field.compare]
         changed = [
-            f"`{name}` (there {saved.get(name)!r}, now {self._settings[name]!r})"
-            for name in [*fixed, "text"]
-            if saved.get(name) != self._settings[name]
+            f"`{name}` (there {saved.get(name)!r}, now {now!r})"
+            for name, now in self._settings.items()
+            if name not in FREE and saved.get(name) != now
         ]
         if changed:
             raise UserError(
@@ -200,16 +203,15 @@ class RunFolder:
             f"one cannot read the {RUN} of process 0: put it on a shared file system."
         )
 
-    def resume(self, init_state, shardings_of):
-        """Return the state of the newest checkpoint, or `init_state()`; every process calls this.
+    def restore(self, step: int, init_state, shardings_of):
+        """Return the state of a checkpoint; every process calls this.
 
         Args:
-            init_state: Returns a state; for a checkpoint it is only traced.
+            step: The step of the checkpoint.
+            init_state: Returns a state like it; it is only traced.
             shardings_of: Maps the state's shapes to the sharding of each array, which may differ
                 from the sharding that was written.
         """
-        if not self.last_step:
-            return init_state()
         shapes = jax.eval_shape(init_state)
         wanted = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -218,11 +220,11 @@ class RunFolder:
         )
         wanted = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(wanted)})
         try:
-            return self._manager.restore(self.last_step, args=wanted)[STATE]
+            return self._manager.restore(step, args=wanted)[STATE]
         except Exception as error:  # Orbax raises many types, and no type for another version.
             raise UserError(
                 "`out_dir` must have checkpoints that this version of orbax reads; got "
-                f"{first_line(error)!r} at step {self.last_step} in {str(self.path)!r}, though its "
+                f"{first_line(error)!r} at step {step} in {str(self.path)!r}, though its "
                 "bytes are as they were written."
             ) from error
 
@@ -247,8 +249,10 @@ class RunFolder:
             if is_writer():
                 write_checksums(self._checkpoints / str(step))
             # Not by orbax, which would remove the one before too early.
-            for old in sorted(self._manager.all_steps())[: -self._keep]:
-                self._manager.delete(old)
+            best = self.best_step()
+            for old in sorted(self._manager.all_steps())[: -self._config.keep_checkpoints]:
+                if old != best:
+                    self._manager.delete(old)
         except Exception as error:  # Orbax and TensorStore raise many types when a write fails.
             raise UserError(
                 f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at "
@@ -256,6 +260,25 @@ class RunFolder:
                 "then run the same command again."
             ) from error
         self.last_step = step
+
+    def best_step(self) -> int:
+        """Return the step of the lowest held-out loss, 0 without any; every process calls this."""
+        looks = [(x["val_loss"], x["step"]) for x in self.metrics if x["val_loss"] is not None]
+        return result_of_writer(lambda: min(looks, default=(0, 0))[1])
+
+    def best_whole_step(self) -> int:
+        """Return `best_step`, or the last if that is damaged; every process calls this."""
+        best = self.best_step() or self.last_step
+
+        def choose():
+            if best == self.last_step or not (damage := damage_of(self._checkpoints / str(best))):
+                return best
+            warn(
+                f"the checkpoint of step {best}, of the lowest held-out loss, is damaged ({damage})"
+            )
+            return self.last_step
+
+        return result_of_writer(choose)
 
     def plot(self):
         """Draw the curves into a file; a failure is a warning, and the run goes on."""

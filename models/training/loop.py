@@ -1,6 +1,5 @@
 """Training: the model as functions, the gradient check, the update, the loop, the run."""
 
-import collections
 import dataclasses
 import functools
 import shutil
@@ -15,25 +14,28 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-from models import Decoder, checkpoint
+from models import Decoder, lora
 from models.config import DecoderConfig
 from models.errors import UserError
-from models.loss import next_token_loss
+from models.loss import summed_loss
 from models.sharding import Layout
 from models.training import processes
-from models.training.files import END, TOKENIZER
+from models.training.conversations import load_conversations
 from models.training.folder import RunFolder
-from models.training.mesh import check_memory, make_layout
+from models.training.mesh import check_memory, count_of, make_layout
 from models.training.processes import is_writer, say, warn
-from models.training.report import Speed, describe, metric_lines, program_bytes, work_of
-from models.training.settings import TrainConfig, model_config
-from models.training.text import (
-    Text,
-    check_tokens,
-    held_out_batches,
-    load_text,
-    training_batch,
+from models.training.report import (
+    Speed,
+    Work,
+    bits_of,
+    describe,
+    metric_lines,
+    program_bytes,
+    work_of,
 )
+from models.training.settings import TrainConfig, model_config
+from models.training.text import Text, check_tokens, held_out_batches, load_text, training_batch
+from models.training.weights import dtype_of, tokenizer_files, write_weights
 
 # Largest relative error of a parameter's gradient, both sides in float32 with exact products. Only
 # the order of sums differs, which gives about 1e-6.
@@ -45,17 +47,16 @@ LOG_SECONDS = 30
 # AdamW's decay rate of the gradient's square, the largest global norm of the gradient, and the
 # share of the peak learning rate at the end.
 BETA2, CLIP_NORM, FINAL_RATE = 0.95, 1.0, 0.1
-# Files that the weights of a run have of the folder that was tuned. No other file, because they are
-# published.
-COPIED = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", END),
-)
 
 
 class TrainState(NamedTuple):
-    """The state of training."""
+    """The state of training.
+
+    Attributes:
+        step: Number of updates done.
+        params: The parameters that updates change.
+        opt_state: The optimizer's moments of them.
+    """
 
     step: jax.Array
     params: Any
@@ -63,12 +64,10 @@ class TrainState(NamedTuple):
 
 
 def model_functions(model: DecoderConfig, seed: int, layout: Layout):
-    """Return `init() -> params`, `loss_fn(params, batch) -> loss`, and the model without arrays.
+    """Return `init() -> params`, and `loss_fn(params, batch)`, which is `summed_loss`.
 
     `init` should run uncompiled: op by op, each of its few shapes compiles once. XLA for GPUs takes
     minutes for all random numbers of a large model as one program.
-
-    A batch has tokens, and the document of each; or tokens alone.
     """
     # The comparison with the reference must not depend on the division.
     shared = layout.mesh.size > 1 and model.implementation != "reference"
@@ -80,10 +79,10 @@ def model_functions(model: DecoderConfig, seed: int, layout: Layout):
     graphdef = nnx.graphdef(nnx.eval_shape(make))
 
     def loss_fn(params, batch):
-        tokens, documents = batch if isinstance(batch, tuple) else (batch, None)
-        return next_token_loss(nnx.merge(graphdef, params), tokens.astype(jnp.int32), documents)
+        batch = batch._replace(tokens=batch.tokens.astype(jnp.int32))
+        return summed_loss(nnx.merge(graphdef, params), *batch)
 
-    return lambda: nnx.to_pure_dict(nnx.state(make())), loss_fn, graphdef
+    return lambda: nnx.to_pure_dict(nnx.state(make())), loss_fn
 
 
 def first_params(config: TrainConfig, model: DecoderConfig, layout: Layout):
@@ -94,14 +93,26 @@ def first_params(config: TrainConfig, model: DecoderConfig, layout: Layout):
     """
     if config.init_from is None:
         return model_functions(model, config.seed, layout)[0]()
-    folder = checkpoint.weights_folder(Path(config.init_from))
-    assert folder is not None  # `model_config` has read its config.json
     try:
-        read = Decoder.from_pretrained(folder, layout=layout, param_dtype=model.param_dtype)
+        read = Decoder.from_pretrained(config.weights, layout=layout, param_dtype=model.param_dtype)
     except ValueError as error:
         said = str(error).replace("`folder`", "`init_from`").replace("`layout`", "`mesh`")
         raise UserError(said) from None
     return nnx.to_pure_dict(nnx.state(read, nnx.Param))
+
+
+def new_adapter(config: TrainConfig, model: DecoderConfig, params: Any) -> Any:
+    """Return the adapter that a run begins with; of the parameters it needs the shapes.
+
+    Raises:
+        UserError: A target is no matrix of the model.
+    """
+    targets = None if config.lora_targets is None else config.lora_targets.split(",")
+    key = jax.random.key(config.seed)
+    try:
+        return lora.init(key, model, params, config.lora_rank or 0, targets)
+    except ValueError as error:
+        raise UserError(str(error).replace("`targets`", "`lora_targets`")) from None
 
 
 # --------------------------------------------------------------------------------------- updates
@@ -128,41 +139,20 @@ def make_optimizer(config: TrainConfig) -> tuple[optax.GradientTransformation, o
         # Decay of a norm's scale does not regularise.
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )
-    return optax.chain(clip_by_global_norm(CLIP_NORM), adamw), schedule
-
-
-def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
-    """Return a transformation like `optax.clip_by_global_norm` that needs fewer kernels.
-
-    Optax sums each array with two kernels. Here one kernel adds up an array of all layers. Arrays
-    of one shape and different names are not added, because a mesh may divide them differently.
-    """
-
-    def update(updates, state, params=None):
-        del params
-        alike = collections.defaultdict(list)
-        for path, x in jax.tree.leaves_with_path(updates):
-            names = [str(key) for key in path if not isinstance(getattr(key, "key", None), int)]
-            alike[(*names, x.shape)].append(jnp.square(x))
-        norm = jnp.sqrt(sum(jnp.sum(sum(squares)) for squares in alike.values()))
-        factor = jnp.minimum(1.0, largest / norm)
-        return jax.tree.map(lambda x: x * factor, updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw), schedule
 
 
 def mean_gradient(loss_fn, params, batch):
     """Return loss and gradient over a batch, `[parts, microbatch, ...]`, one part at a time."""
 
     def add_part(total, part):
-        part = jax.value_and_grad(loss_fn)(params, part)
+        part = jax.value_and_grad(loss_fn, has_aux=True)(params, part)
         return jax.tree.map(jnp.add, total, part), None
 
-    # Parts have equal sizes, so the mean of their means is the mean over the batch.
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-    total, _ = jax.lax.scan(add_part, zeros, batch)
-    parts = len(jax.tree.leaves(batch)[0])
-    return jax.tree.map(lambda x: x / parts, total)
+    zeros = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
+    ((loss, count), gradient), _ = jax.lax.scan(add_part, zeros, batch)
+    # Parts may differ in the number of tokens that carry loss.
+    return loss / count, jax.tree.map(lambda x: x / count.astype(x.dtype), gradient)
 
 
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
@@ -189,10 +179,21 @@ def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
 def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
     """Return `init_state(params)`, `train_step(state, batch)` and `eval_step(params, batches)`.
 
-    Without parameters, the state begins with random ones.
+    Without parameters, the state begins with random ones. The parameters of an adapter have those
+    that it tunes beside them: the last argument of both steps, which no update changes.
     """
-    init, loss_fn, _ = model_functions(model, config.seed, layout)
+    init_model, model_loss = model_functions(model, config.seed, layout)
     optimizer, schedule = make_optimizer(config)
+
+    def init():
+        params = init_model()
+        return params if config.lora_rank is None else new_adapter(config, model, params)
+
+    def loss_with(frozen):
+        def loss_fn(adapter, batch):
+            return model_loss(lora.merged(model, frozen, adapter, config.alpha), batch)
+
+        return model_loss if frozen is None else loss_fn
 
     def begin(params):
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
@@ -209,16 +210,17 @@ def make_steps(config: TrainConfig, model: DecoderConfig, layout: Layout):
         out_shardings=(places, layout.sharding()),
         compiler_options=compiler_options(layout),
     )
-    def train_step(state, batch):
-        value, gradient = mean_gradient(loss_fn, state.params, batch)
+    def train_step(state, batch, frozen=None):
+        value, gradient = mean_gradient(loss_with(frozen), state.params, batch)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": value, "lr": schedule(state.step)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
-    def eval_step(params, batches):
-        return jnp.mean(jax.lax.map(functools.partial(loss_fn, params), batches))
+    def eval_step(params, batches, frozen=None):
+        losses, counts = jax.lax.map(functools.partial(loss_with(frozen), params), batches)
+        return jnp.sum(losses) / jnp.sum(counts)
 
     return init_state, train_step, eval_step
 
@@ -244,20 +246,18 @@ def gradient_error(
     context = max(min(config.context, GRADIENT_CONTEXT) // whole, 1) * whole
     model = dataclasses.replace(model, dtype="float32", param_dtype="float32")
     check = dataclasses.replace(config, context=context, batch_size=max(2, shares), accumulation=1)
-    batch = training_batch(text.train, 0, check, layout, text.train_ends)
+    # All tokens carry loss, because the first ones of a long conversation may be no answer.
+    batch = training_batch(text, 1, check, layout)._replace(answers=None)
     params = first_params(config, model, layout)
     # A search for the fastest matrix products of a GPU is not worth its time for one run.
     quick = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
 
     def gradient(implementation):
         chosen = dataclasses.replace(model, implementation=implementation)
-        _, loss_fn, _ = model_functions(chosen, config.seed, layout)
-        compiled = jax.jit(
-            lambda params, batch: jax.grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batch)),
-            out_shardings=layout.shardings(params),
-            compiler_options=quick,
-        )
-        return compiled(params, batch)
+        loss_fn = model_functions(chosen, config.seed, layout)[1]
+        places = layout.shardings(params)
+        options = dict(out_shardings=places, compiler_options=quick)
+        return jax.jit(lambda *x: mean_gradient(loss_fn, *x)[1], **options)(params, batch)
 
     # Kernels for Hopper take no float32, so others are checked in their place.
     ours = None if model.implementation == "mosaic" else model.implementation
@@ -266,9 +266,8 @@ def gradient_error(
 
     @functools.partial(jax.jit, out_shardings=layout.sharding())
     def relative(ours, reference):
-        return jax.tree.map(
-            lambda a, b: jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2)), ours, reference
-        )
+        norm = jnp.linalg.norm
+        return jax.tree.map(lambda a, b: norm(a - b) / norm(b), ours, reference)
 
     errors = jax.tree.leaves_with_path(jax.device_get(relative(ours, reference)))
     return max(
@@ -281,16 +280,13 @@ def gradient_error(
     )
 
 
-def check_gradients(config: TrainConfig, model: DecoderConfig, text: Text, layout: Layout) -> float:
+def check_gradients(run: "Run") -> float:
     """Print the end-to-end gradient error, and stop the run if it is too large."""
     say("gradients", "are compared with the dense reference's: compiling two programs")
     start = time.perf_counter()
-    error, name = gradient_error(config, model, text, layout)
-    say(
-        "gradients",
-        f"relative error {error:.1e} against the reference (worst parameter: {name}; bound "
-        f"{GRADIENT_BOUND:.0e}; {time.perf_counter() - start:.1f} s)",
-    )
+    error, name = gradient_error(*run[:2], run.text, run.layout)
+    got = f"relative error {error:.1e} against the reference (worst parameter: {name}; "
+    say("gradients", f"{got}bound {GRADIENT_BOUND:.0e}; {time.perf_counter() - start:.1f} s)")
     if not error <= GRADIENT_BOUND:
         raise UserError(
             f"`attention` must give the reference's gradients to within {GRADIENT_BOUND:.0e}; got "
@@ -303,8 +299,15 @@ def check_gradients(config: TrainConfig, model: DecoderConfig, text: Text, layou
 # -------------------------------------------------------------------------------------- the loop
 
 
-def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
+def run_steps(run: "Run", folder: RunFolder, state: TrainState, frozen: Any, stopped: list):
     """Update the state until the last step, or until `stopped` has an entry.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        state: The state.
+        frozen: The parameters that an adapter tunes; None without one.
+        stopped: Filled by a signal.
 
     Returns:
         The state, and the mean speed.
@@ -312,12 +315,12 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
     config, layout, text = run.config, run.layout, run.text
     _, train_step, eval_step = make_steps(config, run.model, layout)
     first, start = int(state.step), time.perf_counter()
-    batch = training_batch(text.train, first + 1, config, layout, text.train_ends)
-    held_out = held_out_batches(text.held_out, config, layout, text.held_out_ends)
+    batch = training_batch(text, first + 1, config, layout)
+    held_out = held_out_batches(text, config, layout)
     say("compiling", "an update and an evaluation")
     # Compiled here, so that no step's time includes compilation.
-    train_step = train_step.lower(state, batch).compile()
-    eval_step = eval_step.lower(state.params, held_out).compile()
+    train_step = train_step.lower(state, batch, frozen).compile()
+    eval_step = eval_step.lower(state.params, held_out, frozen).compile()
     seconds, needed = time.perf_counter() - start, program_bytes(train_step) / 1e9
     say("compiled", f"in {seconds:.1f} s; a step takes {needed:.2f} GB a device")
 
@@ -329,8 +332,8 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
     start = printed = time.perf_counter()
     with progress:
         for step in range(first + 1, config.steps + 1):
-            batch = training_batch(text.train, step, config, layout, text.train_ends)
-            state, metrics = train_step(state, batch)
+            batch = training_batch(text, step, config, layout)
+            state, metrics = train_step(state, batch, frozen)
             pending.append(metrics)
             progress.update()
             stop = vote()
@@ -345,19 +348,19 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
             elapsed = time.perf_counter() - start
             seconds += elapsed
             speed = run.work.speed(1e3 * elapsed / len(pending))
-            val_loss = float(eval_step(state.params, held_out)) if look else None
+            val_loss = float(eval_step(state.params, held_out, frozen)) if look else None
             bits = None if val_loss is None else text.bits_per_byte(val_loss)
             lines = metric_lines(step, values, speed, val_loss, bits)
             if is_writer() and (look or (due and progress.disable)):
                 more = f"{progress.format_interval((config.steps - step) * speed.ms / 1e3)} left"
                 if look:
-                    more = f"held out {val_loss:.4f} ({bits:.3f} bits per byte)"
+                    more = f"held out {val_loss:.4f}{bits_of(bits)}"
                 progress.write(f"step {step:6d}   loss {lines[-1]['loss']:.4f}   {more}   {speed}")
             if look or due:
                 printed = time.perf_counter()
             # The lines come first, so that a checkpoint has all the steps before it.
             folder.append(lines)
-            if save:
+            if save or (look and folder.best_step() == step):
                 folder.save(step, state)
             if stop:
                 break
@@ -368,19 +371,19 @@ def run_steps(run: "Run", folder: RunFolder, state: TrainState, stopped: list):
 # --------------------------------------------------------------------------------------- the run
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The result of a run.
+
+    Losses are in nats per token; they are None without an evaluation, or if damaged metrics have
+    lost them.
 
     Attributes:
         step: Updates done, over all the sessions of the run.
-        loss: Training loss of the last update, in nats per token, in process 0; None if its line of
-            the metrics is lost.
-        val_loss: Last loss on the held-out text; None without an evaluation.
-        bits_per_byte: The same in bits for a byte of that text.
+        loss: Training loss of the last update, in process 0.
+        val_loss: Last loss on the held-out text.
+        bits_per_byte: The same in bits for a byte of that text; None for conversations, too.
         gradient_error: Error of the gradient check; None without a check.
-        speed: Mean speed of this session, without compilation, evaluation and checkpoints; None
-            without an update.
+        speed: Mean speed of this session's updates; None without one.
         interrupted: Whether a signal ended the session before the run's last step.
     """
 
@@ -400,42 +403,41 @@ class Run(NamedTuple):
     model: DecoderConfig
     layout: Layout
     text: Text
-    work: Any
+    work: Work
 
 
-def save_weights(run: Run, state: TrainState, out_dir: Path):
+def save_weights(run: Run, params: Any, frozen: Any, out_dir: Path, what: str):
     """Write the model in the layout of published weights, with its tokenizer; all processes call.
 
-    Tuned weights have the dtype of their folder.
+    Tuned weights have the dtype of their folder. An adapter has a folder of its own, too. `what`
+    names the step.
     """
-    config, model, dtype = run.config, run.model, run.model.param_dtype
-    source = Path(config.data or "") if run.text.prepared else None
-    names = (TOKENIZER, END)
-    if config.init_from:
-        source, names = checkpoint.weights_folder(Path(config.init_from)), COPIED
-        assert source is not None  # `model_config` has read its config.json
-        dtype = checkpoint.embedding_dtype(model, checkpoint.open_folder(source)[1])
+    config, model = run.config, run.model
+    dtype = dtype_of(config, model)
 
     @functools.partial(jax.jit, out_shardings=run.layout.sharding())
     def whole(x):
-        return x.astype(dtype)
+        return x.astype(dtype) if frozen is None else x
 
     # One array after the other, because no device need hold them all.
-    params = jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), state.params)
+    params, base = jax.tree.map(
+        lambda x: np.asarray(whole(x).addressable_data(0)), (params, frozen)
+    )
     if not is_writer():
         return
-    folder, new = out_dir / "weights", out_dir / ".weights.new"
-    shutil.rmtree(new, ignore_errors=True)
-    checkpoint.write(new, model, params, max_file_bytes=5 * 10**9)
-    for path in [] if source is None else [source / name for name in names]:
-        # A link may lead to a file that is not for publishing.
-        if path.is_symlink():
-            warn(f"the weights have no {path.name}, because {path} is a symbolic link")
-        elif path.is_file():
-            shutil.copy(path, new)
-    shutil.rmtree(folder, ignore_errors=True)
-    new.rename(folder)
-    say("weights", f"of step {int(state.step)} are in {folder}, in {dtype}")
+    if base is not None:
+        folder, new = out_dir / "adapter", out_dir / ".adapter.new"
+        shutil.rmtree(new, ignore_errors=True)
+        lora.save(new, model, base, params, config.alpha, str(config.weights))
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+        say("adapter", f"of {what} is in {folder}")
+        params = lora.merged(model, base, params, config.alpha, dtype)
+    folder = out_dir / "weights"
+    copied = tokenizer_files(config.weights if config.init_from else run.text.tokens)
+    for line in write_weights(folder, model, params, copied):
+        warn(line)
+    say("weights", f"of {what} are in {folder}, in {dtype}, for generate.py")
 
 
 def train(config: TrainConfig) -> Result:
@@ -451,32 +453,39 @@ def train(config: TrainConfig) -> Result:
     if config.dtype is None:
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
         config = dataclasses.replace(config, dtype=dtype)
-    text = load_text(config)
+    text = load_conversations(config) if config.conversations else load_text(config)
     # Products with a multiple of 64 are faster.
     model = model_config(config, vocab_size=-(-text.vocab_size // 64) * 64)
     check_tokens(config, text, model.vocab_size)
     layout, device = make_layout(config, model), jax.local_devices()[0]
     # Text and run folders may have other names on another machine.
-    paths = {"data": None, "out_dir": None, "init_from": None}
+    paths = dict.fromkeys(("data", "conversations", "out_dir", "init_from"))
     processes.check_same({**dataclasses.asdict(config), **paths, "text": text.sha256})
-    init_state, _, _ = make_steps(config, model, layout)
-    shapes = jax.eval_shape(init_state).params
-    check_memory(config, shapes, layout.mesh.shape, device)
+    init_state = make_steps(config, model, layout)[0]
+    shapes = jax.eval_shape(model_functions(model, config.seed, layout)[0])
+    tuned, tunes = jax.eval_shape(init_state).params, config.lora_rank is not None
+    check_memory(config, tuned, layout.mesh.shape, device, shapes if tunes else None)
     kind, count = device.device_kind, layout.mesh.size
     work = work_of(model, config.context, shapes, config.batch_size, kind, count)
     run = Run(config, model, layout, text, work)
-    describe(config, model, layout, work, text, shapes)
+    describe(run, shapes)
+    if tunes:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in tuned}))
+        say("adapter", f"{count_of(tuned):,} parameters of rank {config.lora_rank}: {names}")
 
     with RunFolder(config, text.sha256) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:
-            error = check_gradients(config, model, text, layout)
-
-        def begin(read=first_params):
-            return init_state(read(config, model, layout))
-
-        state = folder.resume(begin, layout.shardings)
+            error = check_gradients(run)
+        frozen = first_params(config, model, layout) if tunes else None
+        if folder.last_step:
+            state = folder.restore(folder.last_step, init_state, layout.shardings)
+        elif tunes:
+            # Arrays of NumPy, because JAX's would lie on a device of this process alone.
+            state = init_state(jax.device_get(new_adapter(config, model, frozen)))
+        else:
+            state = init_state(first_params(config, model, layout))
         if finished:
             say(
                 "finished",
@@ -487,18 +496,24 @@ def train(config: TrainConfig) -> Result:
             if folder.last_step:
                 say("resuming", f"after step {folder.last_step}, from {config.out_dir}")
             with processes.stop_signals() as stopped:
-                state, speed = run_steps(run, folder, state, stopped)
+                state, speed = run_steps(run, folder, state, frozen, stopped)
         folder.plot()
-        save_weights(run, state, folder.path)
+        step = int(state.step)
+        best = folder.best_whole_step()
+        if best != step:
+            del state  # a device may not hold two
+            state = folder.restore(best, init_state, layout.shardings)
+        why = ", the lowest held-out loss," if best == folder.best_step() else ""
+        save_weights(run, state.params, frozen, folder.path, f"step {best}{why}")
         lines = folder.metrics
         looks = [line["val_loss"] for line in lines if line["val_loss"] is not None]
-        last = lines[-1] if lines and lines[-1]["step"] == int(state.step) else None
+        last = lines[-1] if lines and lines[-1]["step"] == step else None
         return Result(
-            step=int(state.step),
+            step=step,
             loss=last["loss"] if last else None,
             val_loss=looks[-1] if looks else None,
             bits_per_byte=text.bits_per_byte(looks[-1]) if looks else None,
             gradient_error=error,
             speed=speed,
-            interrupted=int(state.step) < config.steps,
+            interrupted=step < config.steps,
         )

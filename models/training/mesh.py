@@ -72,17 +72,22 @@ def describe_mesh(config: TrainConfig, model: DecoderConfig, layout: Layout):
         say("", f"work is unequal: a multiple of {equal} as the context would make it equal")
 
 
-def check_memory(config: TrainConfig, params: Any, sizes, device):
+def count_of(params) -> int:
+    """Return the number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def check_memory(config: TrainConfig, params: Any, sizes, device, frozen: Any = None):
     """Refuse a model whose parameters, gradient and AdamW moments a device cannot hold.
 
     Args:
         config: The settings.
-        params: The shapes of the parameters.
+        params: The shapes of the parameters that are tuned.
         sizes: Number of devices on each axis of the mesh.
         device: One of the devices, a `jax.Device`.
+        frozen: The shapes of the others; None: there are none.
     """
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    needed = 4 * jnp.dtype(config.param_dtype).itemsize * parameters
+    needed = jnp.dtype(config.param_dtype).itemsize * (4 * count_of(params) + count_of(frozen))
     needed //= sizes["fsdp"] * sizes["tensor"]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu":
@@ -91,7 +96,7 @@ def check_memory(config: TrainConfig, params: Any, sizes, device):
     if limit is not None and needed > limit:
         raise UserError(
             f"`features` and the other sizes must fit the memory of the {device.platform}; got "
-            f"{parameters:,} parameters, which with optimizer and gradient need at least "
-            f"{needed / 1e9:,.1f} of {limit / 1e9:,.1f} GB: choose a smaller model, or more "
+            f"{count_of((params, frozen)):,} parameters, which with optimizer and gradient need at "
+            f"least {needed / 1e9:,.1f} of {limit / 1e9:,.1f} GB: choose a smaller model, or more "
             "devices on the axis fsdp of --mesh."
         )

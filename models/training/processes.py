@@ -25,9 +25,9 @@ from models.errors import UserError as UserError
 from models.sharding import Layout
 
 # Seconds without a heartbeat after which a process is dead; seconds to wait for all at the start.
-HEARTBEAT, WAIT = 30, 40
+HEARTBEAT, WAIT = 30, 120
 WHICH = ("coordinator", "num_processes", "process_id")
-FLAGS = ("cluster", *WHICH, "wait")
+FLAGS = ("cluster", *WHICH)
 
 
 def say(label: str, text: str):
@@ -64,8 +64,6 @@ def add_process_flags(parser: argparse.ArgumentParser):
     add("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
     add("--num-processes", type=int, metavar="INT", help="number of processes")
     add("--process-id", type=int, metavar="INT", help="number of this process, from 0")
-    waited = f"time to wait for the others at the start (default: {WAIT})"
-    add("--wait", type=int, metavar="SECONDS", help=waited)
 
 
 def join(flags: dict[str, Any]):
@@ -87,13 +85,13 @@ def join(flags: dict[str, Any]):
     try:
         jax.distributed.initialize(
             *(flags.get(name) for name in WHICH),
-            initialization_timeout=flags.get("wait", WAIT),
+            initialization_timeout=WAIT,
             heartbeat_timeout_seconds=HEARTBEAT,
         )
     except Exception as error:  # JAX raises exceptions of many types here.
         raise UserError(
             f"the processes must find each other; got {first_line(error)!r}: see that all "
-            "run and reach --coordinator, or let each --wait longer."
+            f"run and reach --coordinator within {WAIT} seconds."
         ) from error
 
 

@@ -14,7 +14,6 @@ because a causal mask needs only half of the scores; PaLM counts all of them. Wi
 are not subtracted. Work that an implementation repeats counts once.
 """
 
-import dataclasses
 import os
 import platform
 from typing import Any, NamedTuple
@@ -27,10 +26,9 @@ import pallas_flash
 from models.config import DecoderConfig
 from models.errors import UserError
 from models.sharding import AXES, Layout
-from models.training.mesh import describe_mesh
+from models.training.mesh import count_of, describe_mesh
 from models.training.processes import say, several
 from models.training.settings import TrainConfig
-from models.training.text import Text, why_left_out
 
 # Dense bfloat16 FLOP/s by JAX's `device_kind`, from NVIDIA's data sheets. For the H200 and the H100
 # they print the rate with sparsity, which is twice this.
@@ -64,8 +62,7 @@ class Speed(NamedTuple):
         return f"{self.ms:.1f} ms/step, {self.tokens_per_second:,.0f} tokens/s{mfu}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The work of an update.
 
     Attributes:
@@ -111,11 +108,6 @@ def work_of(
     )
 
 
-def count_of(params) -> int:
-    """Return the number of parameters."""
-    return sum(x.size for x in jax.tree.leaves(params))
-
-
 def program_bytes(program: jax.stages.Compiled) -> int:
     """Return the bytes that a compiled program holds on each device, its arguments among them."""
     plan = program.memory_analysis()
@@ -126,10 +118,13 @@ def program_bytes(program: jax.stages.Compiled) -> int:
 
 def peak_bytes() -> int | None:
     """Return the most bytes in use on a device of this process; None if JAX does not count them."""
-    counts = [
-        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
-    ]
-    return max((x for x in counts if x is not None), default=None)
+    stats = (device.memory_stats() or {} for device in jax.local_devices())
+    return max((x["peak_bytes_in_use"] for x in stats if "peak_bytes_in_use" in x), default=None)
+
+
+def bits_of(bits: float | None) -> str:
+    """Return the words for bits per byte; none for None."""
+    return "" if bits is None else f", {bits:.3f} bits per byte"
 
 
 def metric_lines(
@@ -199,12 +194,7 @@ def explain_attention(
             key_value_positions=positions,
         )
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        asked = model.implementation
-        refused = f"`implementation` must be one that serves the call; got {asked!r}. "
-        raise UserError(
-            f"`attention` must be one that serves here; got {asked!r}: "
-            f"{str(error).removeprefix(refused)}"
-        ) from error
+        raise UserError(str(error).replace("`implementation`", "`attention`")) from error
     # "interpret" and "reference" serve explicit choices alone.
     absent = [why for name, why in explanation.refused.items() if name in ("triton", "mosaic")]
     reason = absent[0] if explanation.implementation == "xla" and absent else ""
@@ -212,9 +202,10 @@ def explain_attention(
     return explanation.implementation + (f", {choice.method}" if choice else ""), reason
 
 
-def describe(config: TrainConfig, model: DecoderConfig, layout: Layout, work, text: Text, params):
-    """Print what runs, on which devices, and through which attention."""
-    device, packed = jax.local_devices()[0], text.train_ends is not None
+def describe(run, params):
+    """Print what a `loop.Run` is, on which devices, and through which attention."""
+    config, model, layout, text, work = run
+    device, packed = jax.local_devices()[0], text.train.readers(1).documents is not None
     attention, reason = explain_attention(config, model, layout, packed=packed)
     devices = "" if layout.mesh.size == 1 else f"{layout.mesh.size} x "
     hosts = f" of {jax.process_count()} processes" if several() else ""
@@ -234,9 +225,9 @@ def describe(config: TrainConfig, model: DecoderConfig, layout: Layout, work, te
         f"{model.num_heads} query and {model.num_kv_heads} key/value heads, context "
         f"{config.context}, {model.compute_dtype} activations, {model.param_dtype} parameters",
     )
-    say("attention", f"{attention} (--attention {config.attention or 'auto'}) {reason}".rstrip())
-    say("text", str(text))
-    if text.left_out:
-        say("", why_left_out(text.left_out))
+    asked = f"--attention {config.attention}" if config.attention else "chosen automatically"
+    say("attention", f"{attention} ({asked}) {reason}".rstrip())
+    for label, line in zip(["text", *[""] * len(text.said)], text.said, strict=False):
+        say(label, line)
     say("updates", f"{config.steps:,}, {config.warmup_steps} of them warmup")
     say("work", str(work))

@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
-import inspect
 import re
 import typing
 from pathlib import Path
 from typing import Any
 
 from models.checkpoint import CONFIG, weights_folder
-from models.config import DecoderConfig, gpt
+from models.config import DecoderConfig, Implementation, gpt
 from models.errors import UserError
 from models.sharding import AXES
 
@@ -26,51 +25,54 @@ RANGES = {
 # The settings of a new model, which weights have in their config.json.
 SHAPE = ("num_layers", "num_heads", "num_kv_heads", "features")
 CHOICES = {
-    "attention": ("auto", "mosaic", "triton", "interpret", "xla", "reference"),
-    "dtype": ("auto", "float32", "bfloat16"),
+    "attention": typing.get_args(Implementation),
+    "dtype": ("float32", "bfloat16"),
     "param_dtype": ("float32", "bfloat16"),
 }
 
 
+# The help of each flag.
+HELP = {
+    "num_layers": "number of layers of a new model",
+    "num_heads": "number of its query heads",
+    "num_kv_heads": "number of its key/value heads; else as many",
+    "features": "size of its residual stream",
+    "context": "tokens of a sequence in training",
+    "dtype": "type of the activations; else bfloat16 on a GPU and float32 elsewhere",
+    "param_dtype": "type of the parameters",
+    "attention": "implementation of pallas_flash.attention, which else chooses",
+    "remat": "whether the backward computes activations again, to save memory; not attention's",
+    "data": "text, a folder of text, or tokens by prepare_tokens.py; else Python's own source",
+    "conversations": "file of conversations to tune weights on; see docs/training.md",
+    "out_dir": "folder of the run's results; a run in it is resumed",
+    "init_from": "folder of weights to tune, or of a run that has some; else a new model",
+    "lora_rank": "rank of an adapter (LoRA) that is tuned instead of the weights in init_from",
+    "lora_alpha": "multiplies the adapter, over its rank; else twice the rank",
+    "lora_targets": "matrices with an adapter, as in q_proj,v_proj; else all of attention and MLP",
+    "mesh": "devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; else all on data",
+    "seed": "decides the initial parameters and the order of the data",
+    "steps": "number of optimizer updates",
+    "batch_size": "sequences per update",
+    "accumulation": "parts of a batch that are computed one after the other, to save memory",
+    "learning_rate": "peak of AdamW's, after the warmup; it falls to a tenth",
+    "warmup_steps": "updates of linear warmup; a preset's are at most a tenth of --steps",
+    "weight_decay": "AdamW's decay, of matrices only",
+    "eval_every": "updates between two looks at the held-out text",
+    "eval_batches": "size of such a look, in batches spread evenly over that text",
+    "log_every": "updates between two writes to metrics.jsonl",
+    "checkpoint_every": "updates between two checkpoints; the best held-out loss has one, too",
+    "keep_checkpoints": "number of checkpoints kept, beside that of the best held-out loss",
+    "gradient_check": "whether to compare gradients with the reference before training",
+}
+# Settings that may change when a run resumes, because no loss depends on them. A text is compared
+# by its tokens, and another mesh changes only the order of sums.
+FREE = {"data", "conversations", "out_dir", "mesh", "gradient_check"}
+FREE |= {"log_every", "checkpoint_every", "keep_checkpoints"}
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """All settings of a run; the defaults are the `cpu` preset.
-
-    Fields that are not compared may change when a run resumes, because no loss depends on them. The
-    text is compared by its bytes, and not by its path.
-
-    Attributes:
-        num_layers: Number of layers of a new model.
-        num_heads: Number of its query heads.
-        num_kv_heads: Number of its key/value heads; auto is num_heads.
-        features: Size of its residual stream.
-        context: Tokens of a sequence in training.
-        dtype: Type of the activations; auto is bfloat16 on a GPU and float32 elsewhere.
-        param_dtype: Type of the parameters.
-        attention: An implementation of pallas_flash.attention; auto lets it choose.
-        remat: Whether the backward computes a layer's activations again, to save memory. The
-            residuals of attention are kept.
-        data: Text file, or folder of text files, or of tokens by prepare_tokens.py; auto is
-            Python's standard library.
-        out_dir: Folder of the run's results; a run in it is resumed.
-        init_from: Folder of weights to tune, or of a run that has some; auto is a new model.
-        mesh: Devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; auto is all of them on
-            data. A run may resume with another mesh, which changes only the order of sums.
-        seed: Decides the initial parameters and the order of the data.
-        steps: Number of optimizer updates.
-        batch_size: Sequences per update.
-        accumulation: Number of equal parts of the batch that are computed one after the other, to
-            save memory; the update is of the whole batch.
-        learning_rate: Peak learning rate of AdamW, reached after warmup_steps; it falls to a tenth.
-        warmup_steps: Updates of linear warmup. A preset's is cut to a tenth of --steps.
-        weight_decay: AdamW's decay, of matrices only.
-        eval_every: Updates between two looks at the held-out text.
-        eval_batches: Size of such a look, in batches spread evenly over the held-out text.
-        log_every: Updates between two writes to metrics.jsonl, which has a line for each update.
-        checkpoint_every: Updates between two checkpoints.
-        keep_checkpoints: Number of checkpoints kept.
-        gradient_check: Whether to compare gradients with the reference before training.
-    """
+    """All settings of a run, which `HELP` explains; the defaults are the `cpu` preset."""
 
     num_layers: int = 4
     num_heads: int = 4
@@ -81,10 +83,14 @@ class TrainConfig:
     param_dtype: str = "float32"
     attention: str | None = None
     remat: bool = False
-    data: str | None = dataclasses.field(default=None, compare=False)
-    out_dir: str = dataclasses.field(default="runs/model", compare=False)
+    data: str | None = None
+    conversations: str | None = None
+    out_dir: str = "runs/model"
     init_from: str | None = None
-    mesh: str | None = dataclasses.field(default=None, compare=False)
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_targets: str | None = None
+    mesh: str | None = None
     seed: int = 0
     steps: int = 800
     batch_size: int = 16
@@ -94,16 +100,15 @@ class TrainConfig:
     weight_decay: float = 0.1
     eval_every: int = 200
     eval_batches: int = 20
-    log_every: int = dataclasses.field(default=10, compare=False)
-    checkpoint_every: int = dataclasses.field(default=200, compare=False)
-    keep_checkpoints: int = dataclasses.field(default=3, compare=False)
-    gradient_check: bool = dataclasses.field(default=True, compare=False)
+    log_every: int = 10
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 3
+    gradient_check: bool = True
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                default = (1, INT) if isinstance(value, int) else (TINY, HUGE)
-                low, high = RANGES.get(name, default)
+            if type(value) in (int, float):
+                low, high = RANGES.get(name, (1, INT) if type(value) is int else (TINY, HUGE))
                 # Written such that NaN is refused, too.
                 if not low <= value <= high:
                     raise UserError(f"`{name}` must be between {low} and {high}; got {value}.")
@@ -119,13 +124,44 @@ class TrainConfig:
             raise UserError(
                 f"`warmup_steps` must be below `steps`; got {self.warmup_steps} and {self.steps}."
             )
+        if self.conversations is not None and (self.init_from is None or self.data is not None):
+            raise UserError(
+                "`conversations` must come with weights in `init_from`, whose chat template writes "
+                "them, and without `data`; got another combination."
+            )
         if self.mesh is not None:
             mesh_sizes(self.mesh)
+        if self.lora_rank is not None and self.init_from is None:
+            raise UserError("`lora_rank` must come with weights in `init_from`; got none.")
+        for name in ("lora_alpha", "lora_targets"):
+            if self.lora_rank is None and getattr(self, name) is not None:
+                raise UserError(f"`{name}` must come with `lora_rank`; got none.")
+
+    @property
+    def alpha(self) -> float:
+        """The alpha of the adapter."""
+        assert self.lora_rank is not None
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     @property
     def microbatch(self) -> int:
         """Sequences computed at once."""
         return self.batch_size // self.accumulation
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the weights in `init_from`.
+
+        Raises:
+            UserError: There are none.
+        """
+        folder = weights_folder(Path(self.init_from or ""))
+        if folder is None:
+            raise UserError(
+                f"`init_from` must be a folder with {CONFIG}, or a run that has ended; got "
+                f"{self.init_from!r}."
+            )
+        return folder
 
 
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
@@ -139,13 +175,8 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
             sizes = {name: getattr(config, name) for name in SHAPE}
             model = gpt(vocab_size=vocab_size, context=config.context, **sizes)
         else:
-            folder = weights_folder(Path(config.init_from))
-            if folder is None:
-                raise UserError(
-                    f"`init_from` must be a folder with {CONFIG}, or a run that has ended; got "
-                    f"{config.init_from!r}."
-                )
-            model = DecoderConfig.from_json((folder / CONFIG).read_text(encoding="utf-8-sig"))
+            text = (config.weights / CONFIG).read_text(encoding="utf-8-sig")
+            model = DecoderConfig.from_json(text)
     except ValueError as error:
         raise UserError(str(error)) from None
     if model.rope is None and config.context > model.context:
@@ -168,15 +199,14 @@ def mesh_sizes(text: str) -> dict[str, int]:
     Raises:
         UserError: The text has another form.
     """
-    sizes = dict.fromkeys(AXES, 1)
     given = re.findall(r"(\w+)=([1-9][0-9]{0,8})(?:,|$)", text)
     written = ",".join(f"{name}={size}" for name, size in given)
-    if written != text or len(dict(given)) < len(given) or not dict(given).keys() <= sizes.keys():
+    if written != text or len(dict(given)) < len(given) or not dict(given).keys() <= {*AXES}:
         raise UserError(
             f"`mesh` must give axes of {', '.join(AXES)} once, with a positive size, as in "
             f"data=2,fsdp=4; got {text!r}."
         )
-    return sizes | {name: int(size) for name, size in given}
+    return dict.fromkeys(AXES, 1) | {name: int(size) for name, size in given}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -197,24 +227,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         **dict(eval_every=50, checkpoint_every=100),
     ),
 }
-
-
-def attribute_docs() -> dict[str, str]:
-    """Return the `Attributes` section of `TrainConfig` by name: the help of the flags."""
-    docs, name = {}, ""
-    # Python 3.13 strips the docstring's indentation, older versions keep it.
-    section = inspect.cleandoc(TrainConfig.__doc__ or "").partition("Attributes:\n")[2]
-    for line in section.splitlines():
-        # A new entry is indented by four columns, a continuation by eight.
-        if line.startswith(" " * 8):
-            docs[name] += " " + line.strip()
-        elif ":" in line:
-            name, _, docs[name] = line.strip().partition(": ")
-    return docs
+# For `lora_rank`.
+PRESETS["lora"] = PRESETS["fine-tune"] | dict(learning_rate=2e-4)
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with a flag for every field of the settings; `auto` is a flag's None."""
+    """Return a parser with a flag for every field of the settings."""
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
         usage="%(prog)s [--preset NAME] [--data PATH] [--init-from WEIGHTS] [--steps N] ...",
@@ -225,36 +243,23 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="values of the flags that are not given (default: cpu; with weights: fine-tune)",
+        help="values of the flags that are not given (default: cpu; with weights: fine-tune; with "
+        "an adapter: lora)",
     )
-    docs, hints = attribute_docs(), typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        flag, name = "--" + field.name.replace("_", "-"), field.name
-        values = {preset: x.get(name, field.default) for preset, x in PRESETS.items()}
-        said = {preset: "auto" if x is None else f"{x!r}" for preset, x in values.items()}
-        others = [f"{preset}: {x}" for preset, x in said.items() if x != said["cpu"]]
-        default = "; ".join([f"default: {said['cpu']}", *others])
-        text = f"{docs[name]} ({default})".replace("%", "%%")
-        kind, *rest = typing.get_args(hints[name]) or (hints[name],)
-        if name in CHOICES:
-            parser.add_argument(flag, choices=CHOICES[name], help=text)
-        elif kind is bool:
+    hints = typing.get_type_hints(TrainConfig)
+    for name, text in HELP.items():
+        flag, default = "--" + name.replace("_", "-"), getattr(TrainConfig, name)
+        values = {"default": default} | {x: PRESETS[x].get(name, default) for x in PRESETS}
+        said = [f"{x}: {y}" for x, y in values.items() if (y != default) == (x != "default")]
+        text += "" if values == dict.fromkeys(values) else f" ({'; '.join(said)})"
+        kind = (typing.get_args(hints[name]) or (hints[name],))[0]
+        if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            metavar = kind.__name__ + (" or auto" if rest else "")
-            number = flag_type(kind, metavar)
-            parser.add_argument(flag, type=number, metavar=metavar.upper(), help=text)
+            choices = CHOICES.get(name)
+            metavar = None if choices else kind.__name__.upper()
+            parser.add_argument(flag, type=kind, choices=choices, metavar=metavar, help=text)
     return parser
-
-
-def flag_type(kind: type, name: str):
-    """Return a parser of a flag's value; argparse calls the parser `name` in its errors."""
-
-    def parse(value: str):
-        return value if value == "auto" and name.endswith("auto") else kind(value)
-
-    parse.__name__ = name
-    return parse
 
 
 def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
@@ -263,9 +268,10 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
     Raises:
         UserError: The values do not fit together.
     """
-    values: dict[str, Any] = {name: None if x == "auto" else x for name, x in flags.items()}
+    values = dict(flags)
     tuned = values.get("init_from") is not None
-    base = PRESETS[values.pop("preset", "fine-tune" if tuned else "cpu")]
+    usual = "lora" if values.get("lora_rank") else "fine-tune" if tuned else "cpu"
+    base = PRESETS[values.pop("preset", usual)]
     if tuned and (given := [name for name in SHAPE if name in values]):
         raise UserError(
             f"`{given[0]}` must be left out with weights in `init_from`, because their config.json "

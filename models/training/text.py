@@ -11,7 +11,8 @@ Tokens are bytes, or come from a folder that `prepare_tokens.py` has written:
     .prepare_tokens.lock                 kept; locked while a process prepares tokens here
 
 About a tenth of the text is held out by whole files, chosen by a hash of their names, so that no
-file is on both sides. Run folders are no text and are left out.
+file is on both sides. Run folders are no text and are left out. `conversations.py` has another
+kind of text.
 """
 
 import hashlib
@@ -20,12 +21,11 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, AnyStr, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from models.checkpoint import weights_folder
 from models.errors import UserError
 from models.sharding import BATCH, Layout
 from models.training.files import TOKENIZER, is_run_folder, read_marked
@@ -40,60 +40,90 @@ NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
 TOKENS, NEW, LOCK = "tokens.json", ".prepare_tokens", ".prepare_tokens.lock"
 SIDES = ("train", "held_out")
+SIDES = ("train", "held_out")
 # Type of the numbers that say where documents end.
 ENDS = "<i8"
+Content = TypeVar("Content", bytes, str, np.ndarray)
+
+
+class Batch(NamedTuple):
+    """Sequences one longer than the context, or functions that read them; `[..., context + 1]`.
+
+    Attributes:
+        tokens: The tokens.
+        documents: The document of each; None if a sequence is one document.
+        answers: Whether each carries loss; None if all do.
+    """
+
+    tokens: Any
+    documents: Any = None
+    answers: Any = None
+
+
+class Stream(NamedTuple):
+    """One stream of tokens; a sequence is a window of it, and its number is where it starts.
+
+    Attributes:
+        tokens: The tokens.
+        names: The names of the files, or the numbers of documents.
+        ends: For each document, the number of tokens up to its end; None for bytes, all of which
+            are one document.
+    """
+
+    tokens: np.ndarray
+    names: Sequence = ()
+    ends: np.ndarray | None = None
+
+    def draw(self, step: int, config: TrainConfig) -> np.ndarray:
+        """Return the windows of an update: random ones, a function of (seed, step) alone."""
+        random = np.random.default_rng([config.seed, step])
+        return random.integers(0, len(self.tokens) - config.context, config.batch_size)
+
+    def spread(self, config: TrainConfig) -> np.ndarray:
+        """Return the windows of a look at the text, spread evenly over it."""
+        last, count = len(self.tokens) - config.context - 1, config.eval_batches * config.batch_size
+        return np.linspace(0, last, count).astype(int)
+
+    def readers(self, context: int) -> Batch:
+        """Return functions from windows to arrays; documents are counted from the first."""
+
+        def documents(starts):
+            numbers = np.searchsorted(self.ends, places(starts), side="right")
+            return (numbers - numbers[..., :1]).astype(np.int32)
+
+        def places(starts):
+            return starts[..., None] + np.arange(context + 1)
+
+        return Batch(
+            lambda starts: self.tokens[places(starts)],
+            None if self.ends is None else documents,
+        )
 
 
 class Text(NamedTuple):
     """The text of a run.
 
     Attributes:
-        train: The tokens to train on.
-        held_out: The tokens that are held out.
-        train_files: Names of the files to train on, or numbers of documents.
-        held_out_files: The same of those that are held out.
-        left_out: Names of what is no text among the files.
-        prepared: The content of tokens.json; None where tokens are bytes.
-        train_ends: For each document to train on, the number of tokens up to its end; None where
-            tokens are bytes.
-        held_out_ends: The same of those that are held out.
+        train: The side to train on, a `Stream`, or `Rows` of conversations.
+        held_out: The side that is held out.
+        vocab_size: Number of different tokens.
+        sha256: A hash of both sides, by which a resumed run knows its text.
+        said: What it has, in a few lines.
+        bytes: The size of the held-out side; None if that is not all predicted.
+        tokens: The folder of prepare_tokens.py that has it; None without one.
     """
 
-    train: np.ndarray
-    held_out: np.ndarray
-    train_files: Sequence
-    held_out_files: Sequence
-    left_out: list[str]
-    prepared: dict[str, Any] | None = None
-    train_ends: np.ndarray | None = None
-    held_out_ends: np.ndarray | None = None
+    train: Any
+    held_out: Any
+    vocab_size: int
+    sha256: str
+    said: list[str]
+    bytes: int | None = None
+    tokens: Path | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of different tokens."""
-        return 256 if self.prepared is None else self.prepared["vocab_size"]
-
-    def bits_per_byte(self, loss: float) -> float:
+    def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits of a byte of the held-out text, from nats of its tokens."""
-        size = len(self.held_out) if self.prepared is None else self.prepared["bytes"]["held_out"]
-        return loss / math.log(2) * len(self.held_out) / size
-
-    def __str__(self) -> str:
-        unit, item = ("bytes", "files") if self.prepared is None else ("tokens", "documents")
-        return (
-            f"{len(self.train):,} {unit} of {len(self.train_files):,} {item} to train on, "
-            f"{len(self.held_out):,} {unit} of {len(self.held_out_files):,} {item} held out"
-        )
-
-    @property
-    def sha256(self) -> str:
-        """A hash of both sides, by which a resumed run knows its text."""
-        if self.prepared is not None:
-            return self.prepared["sha256"]
-        digest = hashlib.sha256(self.train.data)
-        digest.update(b"|")
-        digest.update(self.held_out.data)
-        return digest.hexdigest()
+        return self.bytes and loss / math.log(2) * len(self.held_out.tokens) / self.bytes
 
 
 def read_files(data: str | None, out_dir: str) -> tuple[list[tuple[str, bytes]], list[str]]:
@@ -102,17 +132,39 @@ def read_files(data: str | None, out_dir: str) -> tuple[list[tuple[str, bytes]],
     All files below a folder are text, but for hidden files, and for what is left out: folders of
     runs, and files with a zero byte near their start.
     """
-    default = data is None
-    root = Path(sysconfig.get_path("stdlib") if data is None else data)
-    paths, left_out = find_files(root, Path(out_dir).resolve(), default)
-    files = []
-    for path in paths:
-        content = path.read_bytes()
-        name = path.relative_to(root).as_posix() if path != root else path.name
-        if FILE_SEPARATOR in content[:8192]:
-            left_out.append(name)
-        elif content:
-            files.append((name, content))
+    root, own = Path(data or sysconfig.get_path("stdlib")), Path(out_dir).resolve()
+    if not root.exists():
+        raise UserError(f"`data` must be a file or a folder; got {str(root)!r}: no such file.")
+    if root.resolve() == own or is_run_folder(root):
+        raise UserError(
+            f"`data` must be text, not the folder of a run; got {str(root)!r}: pass another --data "
+            "or --out-dir."
+        )
+    files, left_out = [], []
+
+    def fail(error):
+        raise error
+
+    walked = [(root.parent, [], [root.name])] if root.is_file() else os.walk(root, onerror=fail)
+    for folder, subfolders, names in walked:
+        # os.walk enters the folders that this loop leaves in the list.
+        for path in [Path(folder, name) for name in subfolders]:
+            # A new run's folder may be there before its mark is.
+            if a_run := is_run_folder(path) or path.resolve() == own:
+                left_out.append(path.relative_to(root).as_posix())
+            if a_run or path.name.startswith(".") or (data is None and path.name in NOT_SOURCE):
+                subfolders.remove(path.name)
+        for path in [Path(folder, name) for name in names]:
+            # Pipes and sockets have no end.
+            hidden = path.name.startswith(".") and path != root
+            if hidden or not path.is_file() or (data is None and path.suffix != ".py"):
+                continue
+            content = path.read_bytes()
+            name = path.name if path == root else path.relative_to(root).as_posix()
+            if FILE_SEPARATOR in content[:8192]:
+                left_out.append(name)
+            elif content:
+                files.append((name, content))
     if not files:
         raise UserError(f"`data` must have text in it; found none in {str(root)!r}: pass --data.")
     return sorted(files), sorted(left_out)
@@ -127,43 +179,9 @@ def why_left_out(names: Sequence[str]) -> str:
     )
 
 
-def find_files(root: Path, own: Path, default: bool) -> tuple[list[Path], list[str]]:
-    """Return the files below `root` that may be text, and the run folders; `own` is one of them."""
-    if not root.exists():
-        raise UserError(f"`data` must be a file or a folder; got {str(root)!r}: no such file.")
-    if root.resolve() == own or is_run_folder(root):
-        raise UserError(
-            f"`data` must be text, not the folder of a run; got {str(root)!r}: pass another --data "
-            "or --out-dir."
-        )
-    if root.is_file():
-        return [root], []
-    paths, left_out = [], []
-
-    def fail(error):
-        raise error
-
-    for folder, subfolders, names in os.walk(root, onerror=fail):
-        # os.walk enters the folders that this loop leaves in the list.
-        for path in [Path(folder, name) for name in subfolders]:
-            # A new run's folder may be there before its mark is.
-            a_run = is_run_folder(path) or path.resolve() == own
-            if a_run or path.name.startswith(".") or (default and path.name in NOT_SOURCE):
-                subfolders.remove(path.name)
-            if a_run:
-                left_out.append(path.relative_to(root).as_posix())
-        paths += [
-            Path(folder, name)
-            for name in names
-            if not name.startswith(".") and (name.endswith(".py") or not default)
-        ]
-    # Pipes and sockets have no end.
-    return [path for path in paths if path.is_file()], left_out
-
-
 def split_files(
-    files: list[tuple[str, AnyStr]],
-) -> tuple[list[tuple[str, AnyStr]], list[tuple[str, AnyStr]]]:
+    files: list[tuple[str, Content]],
+) -> tuple[list[tuple[str, Content]], list[tuple[str, Content]]]:
     """Split files into a side to train on, and a side held out, of about a tenth of the bytes.
 
     The choice follows a hash of the name, so a file mostly keeps its side when others come or go.
@@ -188,24 +206,45 @@ def split_files(
 def load_text(config: TrainConfig) -> Text:
     """Read and split the text, and check that both sides are longer than the context."""
     folder = Path(config.data or "")
-    if config.data is not None and any((x / TOKENS).exists() for x in (folder, folder / NEW)):
-        text = map_tokens(folder)
-    else:
-        files, left_out = read_files(config.data, config.out_dir)
-        sides = split_files(files)
-        train, held_out = (
-            np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8)
-            for side in sides
-        )
-        train_files, held_out_files = ([name for name, _ in side] for side in sides)
-        text = Text(train, held_out, train_files, held_out_files, left_out)
-    if min(len(text.train), len(text.held_out)) <= config.context:
+    prepared = config.data is not None and any(
+        (x / TOKENS).exists() for x in (folder, folder / NEW)
+    )
+    text = map_tokens(folder) if prepared else text_of_bytes(config)
+    sizes = [len(side.tokens) for side in (text.train, text.held_out)]
+    if min(sizes) <= config.context:
         raise UserError(
             "`context` must be below the length of both sides of the text; got a context of "
-            f"{config.context}, {len(text.train)} tokens to train on and "
-            f"{len(text.held_out)} held out: give more text or a smaller --context."
+            f"{config.context}, {sizes[0]} tokens to train on and {sizes[1]} held out: give more "
+            "text or a smaller --context."
         )
     return text
+
+
+def counts_of(sides: Sequence[Stream], unit: str, item: str) -> str:
+    """Return the sizes of both sides."""
+    purposes = "to train on", "held out"
+    return ", ".join(
+        f"{len(side.tokens):,} {unit} of {len(side.names):,} {item} {purpose}"
+        for side, purpose in zip(sides, purposes, strict=True)
+    )
+
+
+def text_of_bytes(config: TrainConfig) -> Text:
+    """Return the text of files, whose tokens are bytes."""
+    files, left_out = read_files(config.data, config.out_dir)
+    train, held_out = (
+        Stream(
+            np.frombuffer(FILE_SEPARATOR.join(content for _, content in side), np.uint8),
+            [name for name, _ in side],
+        )
+        for side in split_files(files)
+    )
+    digest = hashlib.sha256(train.tokens.data)
+    digest.update(b"|")
+    digest.update(held_out.tokens.data)
+    said = [counts_of((train, held_out), "bytes", "files")]
+    said += [why_left_out(left_out)] if left_out else []
+    return Text(train, held_out, 256, digest.hexdigest(), said, bytes=len(held_out.tokens))
 
 
 def files_of(side: str) -> tuple[str, str]:
@@ -226,30 +265,25 @@ def map_tokens(folder: Path) -> Text:
             f"`data` must be text, or tokens by prepare_tokens.py; got {got} in {str(folder)!r}: "
             "prepare them again."
         )
-    tokens, ends = {}, {}
-    for side in SIDES:
-        mapped = zip((tokens, ends), files_of(side), ("tokens", "documents"), strict=True)
-        for arrays, name, unit in mapped:
-            path, count = folder / name, prepared[unit][side]
-            dtype = np.dtype(prepared["dtype"] if arrays is tokens else ENDS)
-            size = path.stat().st_size if path.exists() else 0
-            if size != count * dtype.itemsize:
-                raise UserError(
-                    f"`data` must have the {count:,} {unit} of {path}; got a file of {size:,} "
-                    "bytes: prepare them again."
-                )
-            arrays[side] = np.memmap(path, dtype, mode="r")
-    train, held_out = SIDES
-    return Text(
-        tokens[train],
-        tokens[held_out],
-        train_files=range(len(ends[train])),
-        held_out_files=range(len(ends[held_out])),
-        left_out=[],
-        prepared=prepared,
-        train_ends=ends[train],
-        held_out_ends=ends[held_out],
-    )
+
+    def mapped(name, dtype, count, unit):
+        size = (folder / name).stat().st_size if (folder / name).exists() else 0
+        if size != count * np.dtype(dtype).itemsize:
+            raise UserError(
+                f"`data` must have the {count:,} {unit} of {folder / name}; got a file of {size:,} "
+                "bytes: prepare them again."
+            )
+        return np.memmap(folder / name, dtype, mode="r")
+
+    def stream(side):
+        count, (tokens, ends) = prepared["documents"][side], files_of(side)
+        tokens = mapped(tokens, prepared["dtype"], prepared["tokens"][side], "tokens")
+        return Stream(tokens, range(count), mapped(ends, ENDS, count, "documents"))
+
+    train, held_out = map(stream, SIDES)
+    said, size = counts_of((train, held_out), "tokens", "documents"), prepared["bytes"]["held_out"]
+    vocabulary, digest = prepared["vocab_size"], prepared["sha256"]
+    return Text(train, held_out, vocabulary, digest, [said], bytes=size, tokens=folder)
 
 
 def check_tokens(config: TrainConfig, text: Text, vocab_size: int):
@@ -258,71 +292,46 @@ def check_tokens(config: TrainConfig, text: Text, vocab_size: int):
     Raises:
         UserError: It is such a text.
     """
-    folder = weights_folder(Path(config.init_from or ""))
-    if folder is None:
+    if config.init_from is None:
         return
-    there, here = folder / TOKENIZER, Path(config.data or "", TOKENIZER)
+    there, here = config.weights / TOKENIZER, (text.tokens or Path()) / TOKENIZER
     got = ""
-    if text.prepared is None and there.exists():
-        got = "text"
-    elif text.vocab_size > vocab_size:
-        got = f"{text.vocab_size:,} different tokens"
-    elif there.exists() and there.read_bytes() != here.read_bytes():
-        got = f"other ones in {here} than in {there}"
+    if text.vocab_size > vocab_size:
+        got = f"{text.vocab_size:,} different tokens for {vocab_size:,} of the weights"
+    elif there.exists() and not config.conversations:
+        if text.tokens is None:
+            got = "text"
+        elif there.read_bytes() != here.read_bytes():
+            got = f"other ones in {here} than in {there}"
     if got:
         raise UserError(
             f"`data` must be tokens of the folder in `init_from`; got {got}: run python "
-            f"scripts/prepare_tokens.py TEXT --tokenizer {folder} --out-dir TOKENS."
+            f"scripts/prepare_tokens.py TEXT --tokenizer {config.weights} --out-dir TOKENS."
         )
 
 
-def windows(
-    text: np.ndarray, starts: np.ndarray, config: TrainConfig, layout: Layout, ends
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Cut windows one longer than the context, `[parts, microbatch, context + 1]`.
+def read_batch(side: Any, numbers: np.ndarray, config: TrainConfig, layout: Layout) -> Batch:
+    """Return sequences, each array `[parts, microbatch, context + 1]`.
 
-    Each process cuts only the windows that its devices compute.
-
-    Returns:
-        The tokens. If the text has documents, also the document of each, counted from the first in
-        its window.
+    Each process reads only the sequences that its devices compute.
     """
-    starts = starts.reshape(-1, config.microbatch)
-    offsets = np.arange(config.context + 1)
+    numbers = numbers.reshape(-1, config.microbatch)
+    shape, places = (*numbers.shape, config.context + 1), layout.sharding(None, BATCH)
 
-    def cut(read):
+    def made(read):
         def part(index):
-            return read(starts[index[:2]][..., None] + offsets)
+            return read(numbers[index[:2]])
 
-        shape = (*starts.shape, len(offsets))
-        return jax.make_array_from_callback(shape, layout.sharding(None, BATCH), part)
+        return jax.make_array_from_callback(shape, places, part)
 
-    def documents(positions):
-        numbers = np.searchsorted(ends, positions, side="right")
-        return (numbers - numbers[..., :1]).astype(np.int32)
-
-    tokens = cut(lambda positions: text[positions])
-    if ends is None:
-        return tokens
-    return tokens, cut(documents)
+    return jax.tree.map(made, side.readers(config.context))
 
 
-def training_batch(
-    text: np.ndarray, step: int, config: TrainConfig, layout: Layout, ends: np.ndarray | None = None
-):
-    """Return the batch of one update: random windows, a function of (seed, step) alone.
-
-    See `windows`.
-    """
-    rng = np.random.default_rng([config.seed, step])
-    starts = rng.integers(0, len(text) - config.context, config.batch_size)
-    return windows(text, starts, config, layout, ends)
+def training_batch(text: Text, step: int, config: TrainConfig, layout: Layout) -> Batch:
+    """Return the batch of one update, a function of (seed, step) alone."""
+    return read_batch(text.train, text.train.draw(step, config), config, layout)
 
 
-def held_out_batches(
-    text: np.ndarray, config: TrainConfig, layout: Layout, ends: np.ndarray | None = None
-):
-    """Return windows spread evenly over the held-out text, the same at every look."""
-    last = len(text) - config.context - 1
-    starts = np.linspace(0, last, config.eval_batches * config.batch_size).astype(int)
-    return windows(text, starts, config, layout, ends)
+def held_out_batches(text: Text, config: TrainConfig, layout: Layout) -> Batch:
+    """Return the batches of a look at the held-out text, the same at every look."""
+    return read_batch(text.held_out, text.held_out.spread(config), config, layout)

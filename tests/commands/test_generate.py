@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from support import children
-from support.decoder_files import make
+from support.decoder_files import make, tokenizer_of_bytes
 from support.repository import ROOT, assert_none
 
 from models import Decoder
@@ -78,16 +78,10 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A folder with a tokenizer of bytes, whose 257th token ends a text."""
-    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("weights") / "model"
     make("llama", vocab_size=257, max_position_embeddings=128).save_pretrained(folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: n for n, letter in enumerate(alphabet)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_of_bytes(["<end>"]).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -256,9 +250,10 @@ RENDERED = {
 @pytest.mark.parametrize("template", RENDERED)
 def test_template_renders_as_in_transformers(template, changed):
     pytest.importorskip("jinja2")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hé\n"}]
     tokens = {"bos_token": None, "eos_token": {"content": "<end>"}, "add_bos_token": True}
     folder = changed(tokenizer_config={"chat_template": template, **tokens})
-    assert FromFolder(folder).chat("hé\n", "s") == RENDERED[template]
+    assert FromFolder(folder).chat(messages) == RENDERED[template]
 
 
 def test_template_files_come_before_the_settings(changed, refused):
@@ -271,7 +266,7 @@ def test_template_files_come_before_the_settings(changed, refused):
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
     assert "named default; got tool_use" in refused(folder, "--prompt", "a")
     (folder / "chat_template.jinja").write_text("«{{ eos_token }}»", encoding="utf-8")
-    assert FromFolder(folder).chat("a", None) == "«»"
+    assert FromFolder(folder).chat([]) == "«»"
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     assert "the chat templates of" in refused(folder, "--prompt", "a")
 
@@ -387,7 +382,7 @@ def test_broken_chat_template_is_named(changed, refused):
     assert "must be one that jinja2 renders" in refused(folder, "--prompt", "a")
     template = "{{ raise_exception('no') }}"
     (folder / "chat_template.jinja").write_text(template)
-    assert "the chat template must take the prompt; got 'no'" in refused(folder, "--prompt", "a")
+    assert "the chat template must take the messages; got 'no'" in refused(folder, "--prompt", "a")
     # A template is a program, which may fail in any way.
     for template in (
         "{{ 1 + 'a' }}",

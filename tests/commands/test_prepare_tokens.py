@@ -64,8 +64,8 @@ def test_tokens_are_the_documents(corpus, prepare):
         assert found["bytes"][side] == sum(len(x.encode()) for x in there)
         assert found["tokens"][side] < found["bytes"][side]
     mapped = text.map_tokens(folder)
-    assert isinstance(mapped.train, np.memmap)
-    assert isinstance(mapped.train_ends, np.memmap)
+    assert isinstance(mapped.train.tokens, np.memmap)
+    assert isinstance(mapped.train.ends, np.memmap)
     words = FromFolder(folder)
     assert words.stop_tokens == [found["end"]]
     assert words.decode(words.encode("a fig a day")) == "a fig a day"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import cases, jaxprs
-from support.decoder_files import FILES, LLAMA3, make, text_of
+from support.decoder_files import FILES, LLAMA3, LONGROPE, make, text_of
 from support.strict import strictly
 
 from models.config import DecoderConfig
@@ -32,6 +32,7 @@ def decoded(model, tokens, lengths=None):
 
 # ----------------------------------------------------------------------------------- configurations
 
+LONG = {"short": (1.0,), "long": (3.0,)}
 FIELDS = {
     "gpt2": {"norm": "layer", "gated": False, "mlp_bias": True, "rope": None, "hidden": 64}
     | {"tied": True, "norm_epsilon": 1e-5, "num_kv_heads": 4},
@@ -44,6 +45,11 @@ FIELDS = {
     | {"attention_soft_cap": 50.0, "final_soft_cap": 30.0, "sliding": (True, False)},
     "gemma3_text": {"sliding": (False, True), "sliding_rope": Rope(10_000.0), "tied": True}
     | {"rope": Rope(1_000_000.0), "attention_soft_cap": None, "scale_embedding": True},
+    "gemma3": {"vocab_size": 31, "rope": Rope(1_000_000.0, "linear", 8.0), "num_kv_heads": 4},
+    "olmo2": {"pre_norms": False, "post_norms": True, "joint_qk_norm": True, "tied": False},
+    "phi3": {"tied": False, "context": 32}
+    | {"rope": Rope(1e4, "longrope", 4.0, 8, amplitude=(5 / 3) ** 0.5, share=0.5, **LONG)},
+    "smollm3": {"turned": (True, False), "tied": True, "rope": Rope(2e6), "sliding": ()},
 }
 
 
@@ -159,7 +165,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
     ("family", "changes", "said"),
     [
         ("llama", {"model_type": "mamba"}, "`model_type` must be one of gpt2, llama"),
-        ("llama", {"model_type": "gemma3"}, "of a model with images"),
+        ("llama", {"model_type": "gemma3"}, "`config.json` of gemma3 must have fields that"),
         ("llama", {"model_type": "gpt_oss", "num_local_experts": 4}, "no mixture of experts"),
         ("llama", {"quantization_config": {}, "colour": 1}, "got colour, quantization_config"),
         ("llama", {"hidden_act": "relu"}, "`hidden_act` of llama must be 'silu'; got 'relu'"),
@@ -222,7 +228,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
             {"layer_types": ["full_attention"] * 2},
             "`layer_types` of mistral must be Non",
         ),
-        ("llama", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "got 'longrope'"),
+        ("llama", {"rope_scaling": LONGROPE}, "an `original_max_position_embeddings` above 1 bes"),
         ("llama", {"rope_scaling": {"type": ["yarn"]}}, "must have one of the types default"),
         (
             "llama",
@@ -239,6 +245,26 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "must be below `high_freq_f"),
         ("llama", {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}}, "must be 1,"),
         ("gemma2", {"rope_parameters": {"full_attention": [1]}}, "an object for each type of lay"),
+        ("gemma3", {"text_config": {"model_type": "llama"}}, "an object of gemma3_text; got {'mo"),
+        ("gemma3", {"text_config": []}, "`text_config` of gemma3 must be an object"),
+        ("gemma3", {"quantization_config": {}}, "that `Decoder` computes; got quantization_config"),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_mscale": 1.1}}, "alone; got 'short_mscale'"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": None}}, "must give long_factor; got"),
+        (
+            "phi3",
+            {"rope_scaling": LONGROPE | {"long_factor": [1, 2]}},
+            "`long_factor` of rotary posi",
+        ),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": ["x"]}}, "numbers above 0; got ['x']"),
+        ("phi3", {"rope_scaling": LONGROPE | {"factor": 3.0}}, "`factor` of longrope must be 4.0"),
+        ("phi3", {"original_max_position_embeddings": 1}, "an `original_max_position_embeddings`"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "`partial_rotary_factor` must be at most 1; got"),
+        ("phi3", {"partial_rotary_factor": 0.9}, "`head_dim` must be even for rotary positions; "),
+        ("phi3", {"lm_head_bias": True}, "`lm_head_bias` of phi3 must be False; got True"),
+        ("olmo2", {"clip_qkv": 8.0}, "that `Decoder` computes; got clip_qkv"),
+        ("smollm3", {"no_rope_layers": [1]}, "`no_rope_layers` must have 0 or 1 for each of 2"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "`no_rope_layers` must have 0 or 1 for each of 2"),
+        ("llama", {"no_rope_layers": [1, 0]}, "that `Decoder` computes; got no_rope_layers"),
     ],
 )
 def test_config_that_is_not_computed_is_refused(family, changes, said):
@@ -321,12 +347,21 @@ def test_token_sees_the_window_in_each_layer():
     np.testing.assert_array_equal(np.flatnonzero(reached), [2, 3, 4, 5, 6])
 
 
+def test_layer_without_rope_ignores_order():
+    """What the last token sees has no order then."""
+    changed = TOKENS[:, [*range(9, -1, -1), 10]]
+    for marks, same in (([0], True), ([1], False)):
+        model = make("smollm3", num_hidden_layers=1, no_rope_layers=marks)
+        before, after = (logits_of(model, x)[:, -1] for x in (TOKENS, changed))
+        assert np.allclose(before, after, atol=2e-5) == same
+
+
 def families(*chosen):
     """By default some that have little in common: each compiles programs of its own."""
     return pytest.mark.parametrize("family", cases.default(chosen, FILES))
 
 
-@families("gpt2", "mistral", "gemma3_text")
+@families("gpt2", "mistral", "gemma3_text", "phi3")
 def test_cached_equals_uncached(family):
     model = make(family)
     whole = logits_of(model, TOKENS)
@@ -344,6 +379,25 @@ def test_cached_equals_uncached(family):
         new = decoded(model, TOKENS[rows, at])
         np.testing.assert_allclose(new, whole[rows, at], atol=2e-5)
         ends += count
+
+
+@pytest.mark.parametrize("room", [8, 9])
+def test_room_chooses_the_factors_of_longrope(room):
+    """Of the cache, or of the texts where nothing is cached; eight tokens are the original."""
+    model, factors = make("phi3"), {8: "short", 9: "long"}[room]
+    chosen = getattr(model.config.rope, factors)
+    always = make("phi3", rope_scaling=LONGROPE | {f"{x}_factor": [*chosen] for x in LONG})
+    wanted = logits_of(always, TOKENS[:, :5])
+    assert (logits_of(model, TOKENS[:, :5]) == wanted).all() == (room == 8)
+    np.testing.assert_array_equal(
+        logits_of(model, TOKENS[:, :room]), logits_of(always, TOKENS[:, :room])
+    )
+    for layer in model.layers:
+        layer.attention.init_cache((2, room, 16), ragged=True)
+    with pytest.raises(ValueError, match="in a cache of unknown length"):
+        decoded(model, TOKENS[:, :5])
+    model.init_cache(2, room)
+    np.testing.assert_allclose(decoded(model, TOKENS[:, :5]), wanted, atol=2e-5)
 
 
 @families("gpt2", "gemma3_text")
@@ -434,7 +488,7 @@ def test_call_that_does_not_fit_is_refused(call, said):
     assert said in str(error.value)
 
 
-@families("gpt2", "qwen2", "gemma2", "gemma3_text")
+@families("gpt2", "qwen2", "gemma2", "gemma3_text", "olmo2")
 def test_each_parameter_has_a_gradient(family):
     graphdef, params = nnx.split(make(family))
 

@@ -31,9 +31,13 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers", minversion="4.57")
     pytest.importorskip("transformers.generation.utils")
+    import safetensors.torch
 
 # Their warnings are not ours to mend.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("ignore:only the text part:UserWarning"),
+]
 
 # Sizes that differ from each other, and more tokens than a window.
 SIZES = dict(
@@ -46,6 +50,16 @@ SIZES = dict(
     max_position_embeddings=64,
 )
 GEMMA = SIZES | dict(head_dim=20, query_pre_attn_scalar=29, sliding_window=5)
+GEMMA3 = GEMMA | dict(num_hidden_layers=7, rope_scaling=dict(rope_type="linear", factor=8.0))
+VISION = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+VISION |= dict(image_size=16, patch_size=4)
+# Defaults that are above the vocabulary.
+PAD = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+PHI4 = SIZES | PAD
+PHI4 |= dict(hidden_size=64, partial_rotary_factor=0.75, tie_word_embeddings=True)
+PHI4["rope_scaling"] = dict(type="longrope")
+PHI4["rope_scaling"] |= dict(short_factor=[1.0, 1.1, 1.3, 1.4, 1.6, 2.0])
+PHI4["rope_scaling"] |= dict(long_factor=[1.2, 2.0, 3.0, 4.0, 6.0, 9.0])
 LLAMA3 = dict(
     rope_type="llama3",
     factor=4.0,
@@ -92,9 +106,22 @@ FAMILIES = {
     ),
     "gemma": (transformers.GemmaConfig, SIZES | dict(head_dim=20)),
     "gemma2": (transformers.Gemma2Config, GEMMA),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        GEMMA | dict(num_hidden_layers=7, rope_scaling=dict(rope_type="linear", factor=8.0)),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA3),
+    "gemma3-images": (
+        transformers.Gemma3Config,
+        dict(text_config=GEMMA3, vision_config=VISION, mm_tokens_per_image=4)
+        | dict(boi_token_index=1, eoi_token_index=2, image_token_index=60),
+    ),
+    "olmo2": (transformers.Olmo2Config, SIZES | PAD),
+    "olmo2-biases": (transformers.Olmo2Config, SIZES | PAD | dict(attention_bias=True)),
+    "phi3": (transformers.Phi3Config, SIZES | PAD | dict(sliding_window=5)),
+    # TOKENS are within the original context of the first, and beyond that of the second.
+    "phi3-short": (transformers.Phi3Config, PHI4 | dict(original_max_position_embeddings=32)),
+    "phi3-long": (transformers.Phi3Config, PHI4 | dict(original_max_position_embeddings=16)),
+    "smollm3": (transformers.SmolLM3Config, SIZES | PAD | dict(no_rope_layer_interval=2)),
+    "smollm3-window": (
+        transformers.SmolLM3Config,
+        SIZES | PAD | dict(no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=5),
     ),
 }
 # Without 0, whose embedding some models of transformers give no gradient.
@@ -150,6 +177,15 @@ def named_gradients(decoder, folder):
     return checkpoint.open_file(folder / "model.safetensors")
 
 
+def text_part(pairs):
+    """Tensors by name; of a model with images those of its text part, by the names of a text's."""
+    return {
+        name.replace("model.language_model.", "model."): x
+        for name, x in pairs
+        if "vision_tower" not in name and "multi_modal" not in name
+    }
+
+
 def check(model, ours, tmp_path):
     """Logits, gradients and greedy generation of the two."""
     tokens = torch.tensor(TOKENS)
@@ -157,12 +193,13 @@ def check(model, ours, tmp_path):
     close(nnx.jit(lambda m, x: m(x))(ours, jnp.asarray(TOKENS)), out.logits.detach())
     out.loss.backward()
     found = named_gradients(ours, tmp_path / "gradients")
-    wanted = {name: x.grad for name, x in model.named_parameters()}
+    wanted = {name: x.grad for name, x in text_part(model.named_parameters()).items()}
     model.zero_grad()
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
         close(found[name], x, 2e-4)
-    same_text(model, ours, TOKENS[:, :7], 12)
+    # Longer than the original context of phi3-long: the room of the cache chooses for all tokens.
+    same_text(model, ours, TOKENS[:, :17], 12)
 
 
 def same_text(model, ours, prompt, count):
@@ -200,11 +237,29 @@ def test_saved_model_is_read_by_transformers(models, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", dtype="auto"
     )
-    for (name, x), (other, y) in zip(
-        model.state_dict().items(), again.state_dict().items(), strict=True
-    ):
-        assert name == other
-        assert torch.equal(x, y), name
+    wanted, found = (text_part(x.state_dict().items()) for x in (model, again))
+    assert wanted.keys() == found.keys()
+    for name, x in wanted.items():
+        assert torch.equal(x, found[name]), name
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_names_of_a_model_with_images(prefix, tmp_path):
+    """Their first and their newer names, and a head of its own."""
+    model = theirs("gemma3-images")
+    model.save_pretrained(tmp_path / "theirs")
+    older = prefix == "language_model.model."
+    tensors = {}
+    for name, x in model.state_dict().items():
+        new = name.removeprefix("model.") if older else name
+        new = new.replace("language_model." if older else "model.language_model.", prefix)
+        tensors[f"language_model.{name}" if older and "lm_head" in name else new] = x.clone()
+    assert ("language_model." * older + "lm_head.weight") in tensors
+    safetensors.torch.save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    with jax.default_matmul_precision("highest"), pytest.warns(match="34 tensors of images are"):
+        ours = Decoder.from_pretrained(tmp_path / "theirs")
+        logits = nnx.jit(lambda m, x: m(x))(ours, jnp.asarray(TOKENS))
+    close(logits, model(torch.tensor(TOKENS)).logits.detach())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])

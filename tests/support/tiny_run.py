@@ -72,8 +72,8 @@ def flags(config, **changes):
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            argv += [flag, "auto" if value is None else str(value)]
+        elif value is not None:
+            argv += [flag, str(value)]
     return argv
 
 
@@ -99,5 +99,5 @@ def checkpoint_steps(config):
 
 
 def parameters_of(config):
-    init, _, _ = loop.model_functions(model_of(config), 0, one_device())
+    init, _ = loop.model_functions(model_of(config), 0, one_device())
     return jax.eval_shape(init)

@@ -1,6 +1,7 @@
 """The training script tunes a folder of weights, on packed documents, and saves the copy."""
 
 import dataclasses
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,8 @@ from support.decoder_files import make
 from support.tiny_run import TINY, checkpoint_steps, metrics, one_device
 
 import models.loss
-from models import Decoder, checkpoint
+from models import Decoder, checkpoint, export, lora
+from models.errors import UserError
 from models.loss import next_token_loss
 from models.train import main
 from models.training import loop
@@ -56,7 +58,7 @@ def functions_of(config):
     """The loss of a run's model, and its parameters."""
     model = model_config(config, 0)
     loss_fn = loop.model_functions(model, config.seed, one_device())[1]
-    return loss_fn, loop.first_params(config, model, one_device())
+    return lambda *args: loss_fn(*args)[0], loop.first_params(config, model, one_device())
 
 
 # --------------------------------------------------------------------------------- packed documents
@@ -102,7 +104,7 @@ def test_packed_documents_do_not_see_each_other(family):
 @pytest.mark.parametrize("at_once", cases.default([5], [1, 4, 5]))
 def test_loss_by_parts_has_the_same_gradient(at_once, monkeypatch, tuning):
     text = load_text(tuning)
-    batch = training_batch(text.train, 1, tuning, one_device(), text.train_ends)
+    batch = training_batch(text, 1, tuning, one_device())
     batch = jax.tree.map(lambda x: x[0], batch)
     loss_fn, params = functions_of(tuning)
     whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
@@ -135,20 +137,18 @@ def test_run_tunes_and_saves_a_copy(tuning, folders, capsys):
     assert losses[-1] < losses[0] - 0.1
     copy = Path(checked.out_dir, "weights")
     said = capsys.readouterr()
-    assert f"of step 12 are in {copy}, in bfloat16" in said.out
+    assert f"of step 12, the lowest held-out loss, are in {copy}, in bfloat16" in said.out
     assert "the weights have no merges.txt, because" in said.err
     left_out = {"notes.json", "merges.txt"}
     assert {p.name for p in copy.iterdir()} == {p.name for p in folders[0].iterdir()} - left_out
     model = Decoder.from_pretrained(copy, dtype="float32")
     assert model.embedding.weight.dtype == jnp.bfloat16
     text = load_text(checked)
-    batch = held_out_batches(text.held_out, checked, one_device(), text.held_out_ends)
-    tuned = np.mean(
-        [next_token_loss(model, x.astype(jnp.int32), y) for x, y in zip(*batch, strict=True)]
-    )
+    tokens, numbers, _ = held_out_batches(text, checked, one_device())
+    pairs = zip(tokens.astype(jnp.int32), numbers, strict=True)
+    tuned = np.mean([next_token_loss(model, *pair) for pair in pairs])
     assert tuned == pytest.approx(result.val_loss, rel=1e-2)
-    size = text.prepared["bytes"]["held_out"]
-    bits = result.val_loss / np.log(2) * len(text.held_out) / size
+    bits = result.val_loss / np.log(2) * len(text.held_out.tokens) / text.bytes
     assert result.bits_per_byte == pytest.approx(bits)
     generate.main([checked.out_dir, "--prompt", "a fig", "--tokens", "3"])
     assert capsys.readouterr().out
@@ -218,6 +218,143 @@ def test_new_model_on_tokens_has_their_tokenizer(config, folders, capsys):
     assert train(dataclasses.replace(more, steps=3, warmup_steps=0)).step == 3
 
 
+# --------------------------------------------------------------------------------- adapters, export
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.fixture
+def adapting(tuning):
+    """The settings of a run that tunes an adapter; its weights are bfloat16."""
+    return dataclasses.replace(
+        tuning, lora_rank=2, lora_targets="q_proj,down_proj", learning_rate=0.1
+    )
+
+
+def test_adapter_alone_is_tuned(adapting, folders, capsys):
+    before = bytes_of(folders[0])
+    result = train(adapting)
+    assert bytes_of(folders[0]) == before
+    losses = [line["loss"] for line in metrics(adapting)]
+    # `b` is zero at the first update, and the loss that of the weights.
+    plain = dataclasses.replace(adapting, lora_rank=None, lora_targets=None, out_dir="unused")
+    model = model_config(plain, 0)
+    loss_fn = loop.model_functions(model, 0, one_device())[1]
+    batch = training_batch(load_text(plain), 1, plain, one_device())
+    first, _ = loop.mean_gradient(loss_fn, loop.first_params(plain, model, one_device()), batch)
+    assert losses[0] == pytest.approx(float(first), rel=1e-6)
+    assert losses[-1] < losses[0] - 0.02
+    run, (said, _) = Path(adapting.out_dir), capsys.readouterr()
+    assert "adapter    288 parameters of rank 2: down_proj, q_proj" in said
+    # What `Decoder` reads: the weights with the adapter in them, and these two apart.
+    base = Decoder.from_pretrained(folders[0], param_dtype="float32")
+    config, params = base.config, nnx.to_pure_dict(nnx.state(base, nnx.Param))
+    adapter, alpha = lora.load(run / "adapter", config, params)
+    assert alpha == 4
+    # A checkpoint has nothing else.
+    jax.tree.map(np.testing.assert_array_equal, export.read_params(run, 12), adapter)
+    names = {name.rpartition(".")[2] for name in adapter}
+    assert names == {"q_proj", "down_proj"}
+    sums = checkpoint.leaves_by_path(lora.merged(config, params, adapter, alpha))
+    tuned = Decoder.from_pretrained(run / "weights")
+    for path, x in checkpoint.leaves_by_path(nnx.to_pure_dict(nnx.state(tuned, nnx.Param))).items():
+        np.testing.assert_array_equal(x, sums[path].astype(jnp.bfloat16), err_msg=path)
+        same = (x == checkpoint.leaves_by_path(params)[path].astype(x.dtype)).all()
+        assert same == (not any(y in path for y in ("query/weight", "down/weight"))), path
+    assert result.step == 12
+
+
+@pytest.mark.parametrize("kind", ["tuned", "adapter", "new"])
+def test_export_is_the_weights_of_the_run(kind, adapting, folders, tmp_path, capsys):
+    config = adapting
+    if kind != "adapter":
+        config = dataclasses.replace(config, lora_rank=None, lora_targets=None)
+    if kind == "new":
+        config = dataclasses.replace(config, init_from=None)
+    train(dataclasses.replace(config, eval_every=5))
+    run = Path(config.out_dir)
+    weights = bytes_of(run / "weights")
+    # As a run that was killed, which the trainer alone can lock.
+    shutil.rmtree(run / "weights")
+    assert export.main([config.out_dir, str(tmp_path / "new" / "best")]) == 0
+    assert bytes_of(tmp_path / "new" / "best") == weights
+    said = capsys.readouterr().out
+    assert ("llama" if kind == "new" else "qwen2") in said
+    other = next(x for x in checkpoint_steps(config) if f"of step {x} are" not in said)
+    assert export.main([config.out_dir, str(tmp_path / "other"), "--step", str(other)]) == 0
+    found = bytes_of(tmp_path / "other")
+    assert found.keys() == weights.keys()
+    assert [name for name, x in found.items() if x != weights[name]] == ["model.safetensors"]
+
+
+EXPORTS = {
+    "RUN FULL": "FOLDER must be new or empty; got ",
+    "RUN FILE": "FOLDER must be new or empty; got ",
+    "FULL NEW": "SOURCE must be the folder of a run of models.train, or one with config.json; got ",
+    "WEIGHTS NEW --step 3": "--step must come with a run of models.train as SOURCE; got ",
+    "RUN NEW --adapter FULL": "--adapter must come with weights that are no run as SOURCE; got ",
+    "RUN NEW --step 3": "--step must be one of 10, 12; got 3.",
+    "RUN NEW --step 10": "the checkpoint of step 10 must be whole; got ",
+    "WEIGHTS NEW --adapter FULL": "must have adapter_config.json and adapter_model.safetensors; g",
+    "LOST NEW": "`init_from` must be a folder with config.json, or a run that has ended; got ",
+    "RUN NEW": "No space left on device",
+}
+
+
+def test_export_that_fails_leaves_nothing(adapting, folders, tmp_path, capsys, monkeypatch):
+    train(dataclasses.replace(adapting, eval_every=12))
+    names = dict(RUN="run", LOST="lost", FULL="full", FILE="full/file", NEW="new")
+    paths = {name: str(tmp_path / x) for name, x in names.items()} | {"WEIGHTS": str(folders[0])}
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    shutil.copytree(paths["RUN"], paths["LOST"])
+    settings = json.loads(Path(paths["LOST"], "run.json").read_text())
+    Path(paths["LOST"], "run.json").write_text(json.dumps(settings | {"init_from": "nowhere"}))
+    (part,) = Path(paths["RUN"], "checkpoints", "10").glob("state/_METADATA")
+    part.write_text("{}")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for words, said in EXPORTS.items():
+        if words == "RUN NEW":
+            monkeypatch.setattr(checkpoint, "write_file", full)
+        assert export.main([paths.get(x, x) for x in words.split()]) == 2, words
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("export: error: "), words
+        assert said in error, words
+        assert {x.name for x in tmp_path.iterdir()} == {"run", "lost", "full"}, words
+
+
+def test_killed_adapter_resumes_to_the_same_bits(adapting, folders, monkeypatch):
+    whole = dataclasses.replace(adapting, out_dir=adapting.out_dir + "-whole")
+    train(whole)
+    real = loop.training_batch
+
+    def training_batch(text, step, *args):
+        if step == 7:
+            raise KeyboardInterrupt
+        return real(text, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "training_batch", training_batch)
+        with pytest.raises(KeyboardInterrupt):
+            train(adapting)
+    # The weights that it tunes are in no checkpoint, and must be those of its beginning.
+    path = folders[0] / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match="which differs in `weights`"):
+        train(adapting)
+    path.write_bytes(content)
+    train(adapting)
+    assert metrics(adapting) == metrics(whole)
+    for name in ("adapter", "weights"):
+        assert bytes_of(Path(adapting.out_dir, name)) == bytes_of(Path(whole.out_dir, name))
+
+
 # ------------------------------------------------------------------------------------------ flags
 
 
@@ -242,6 +379,12 @@ MISTAKES = [
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
     ("--init-from EMPTY", "--init-from must have config.json and model.safetensors or "),
+    (
+        "--lora-rank 2 --lora-targets o_proj,x",
+        "--lora-targets must be some of down_proj, gate_proj, k",
+    ),
+    ("--lora-rank 0", "--lora-rank must be between 1 and"),
+    ("--lora-alpha 2", "--lora-alpha must come with --lora-rank; got none."),
     ("--init-from TEXTS", "--init-from must be a folder with config.json, or a run that has end"),
 ]
 

@@ -6,6 +6,7 @@ run in a process of their own. Several processes are real ones, on this machine.
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support import cases, children
-from support.decoder_files import make
+from support.decoder_files import make, tokenizer_of_bytes
 from support.repository import ROOT
 from support.tiny_run import TINY as FOR_ONE_DEVICE
 from support.tiny_run import flags, metrics, model_of
@@ -38,7 +39,7 @@ from models.training.folder import RunFolder
 from models.training.loop import train
 from models.training.mesh import make_layout
 from models.training.settings import mesh_sizes
-from models.training.text import load_text, training_batch
+from models.training.text import Text, load_text, training_batch
 
 DEVICES = 8
 
@@ -122,9 +123,9 @@ def check_each_device_holds_its_part(config):
     assert int(state.step) == 0
     with RunFolder(config, "") as folder:
         folder.save(1, state)
-        read = folder.resume(init_state, layout.shardings)
+        read = folder.restore(1, init_state, layout.shardings)
         other = make_layout(dataclasses.replace(config, mesh="fsdp=4,tensor=2"), model)
-        moved = folder.resume(init_state, other.shardings)
+        moved = folder.restore(1, init_state, other.shardings)
     for some, parts in ((state, 4), (read, 4), (moved, 8)):
         leaves = jax.tree.leaves_with_path(some)
         matrices = [x for path, x in leaves if x.ndim > 1]
@@ -138,7 +139,7 @@ def check_each_device_holds_its_part(config):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
     # Weights are gathered, and never what is computed from the text.
-    batch = training_batch(load_text(config).train, 1, config, layout)
+    batch = training_batch(load_text(config), 1, config, layout)
     text = train_step.lower(state, batch).compile().as_text()
     gathered = re.findall(r" = \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     weights = {"8,16", "16,8", "4,16", "16,4", "16,32", "32,16", "16,256", "256,16"}
@@ -154,7 +155,7 @@ def check_attention_is_sent_once_with_remat(config):
         config = dataclasses.replace(config, **changed)
         layout = make_layout(config, model_of(config))
         init_state, train_step, _ = loop.make_steps(config, model_of(config), layout)
-        batch = training_batch(load_text(config).train, 1, config, layout)
+        batch = training_batch(load_text(config), 1, config, layout)
         lowered = train_step.lower(init_state(), batch)
         # XLA's partitioner has no part to lower anew for every layer.
         assert "CustomSPMDPartitioning" not in lowered.as_text()
@@ -169,18 +170,14 @@ def check_weights_are_tuned_as_on_one_device(config):
     """Packed documents give the same losses; the copy is whole, its parameters divided."""
     folder, read = Path(config.out_dir).parent, loop.load_text
     make("qwen2", vocab_size=256, max_position_embeddings=64).save_pretrained(folder / "weights")
-    for name in ("tokenizer.json", "generation_config.json"):
-        (folder / name).write_text("{}")
 
     def load_text(config):
         text = read(dataclasses.replace(config, data=str(sys.argv[2])))
-        size, sides = {"held_out": len(text.held_out)}, (text.train, text.held_out)
-        train_ends, held_out_ends = (np.flatnonzero(x == ord(",")) + 1 for x in sides)
-        return text._replace(
-            prepared=dict(vocab_size=256, bytes=size, sha256=text.sha256),
-            train_ends=train_ends,
-            held_out_ends=held_out_ends,
+        sides = (
+            side._replace(ends=np.flatnonzero(side.tokens == ord(",")) + 1)
+            for side in (text.train, text.held_out)
         )
+        return Text(*sides, *text[2:])
 
     run = dataclasses.replace(
         config,
@@ -201,6 +198,27 @@ def check_weights_are_tuned_as_on_one_device(config):
         np.testing.assert_allclose(x, copies[1][name], atol=1e-4)
 
 
+def check_conversations_are_tuned_as_on_one_device(config):
+    """Answers lie in the order of the tokens, whose number is a multiple of twice the devices."""
+    folder = Path(config.out_dir).parent / "weights"
+    make("qwen2", vocab_size=264, max_position_embeddings=64).save_pretrained(folder)
+    tokenizer_of_bytes(["<end>"]).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    with open(folder / "chats.jsonl", "w") as file:
+        for n in range(9):
+            turns = [("user", "q" * n), ("assistant", "a" * (9 - n)), ("assistant", "b")]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    paths = dict(init_from=str(folder), conversations=str(folder / "chats.jsonl"), data=None)
+    run = dataclasses.replace(config, **paths, context=88, attention="xla", gradient_check=True)
+    run = dataclasses.replace(run, mesh="fsdp=2,sequence=2,tensor=2")
+    train(run)
+    as_on_one_device(dataclasses.replace(run, gradient_check=False), run)
+
+
 # The lines that each check prints.
 CHECKS = {
     check_a_mesh_trains_as_one_device: [
@@ -216,9 +234,10 @@ CHECKS = {
     ],
     check_each_device_holds_its_part: [],
     check_weights_are_tuned_as_on_one_device: [
-        "documents to train on",
+        "files to train on",
         "/run/weights, in float32",
     ],
+    check_conversations_are_tuned_as_on_one_device: ["carry loss, in 4 rows"],
     check_attention_is_sent_once_with_remat: [],
 }
 
@@ -226,6 +245,7 @@ CHECKS = {
 CHECKING = (
     check_a_run_goes_on_where_all_is_divided_otherwise,
     check_weights_are_tuned_as_on_one_device,
+    check_conversations_are_tuned_as_on_one_device,
 )
 
 
@@ -458,14 +478,14 @@ def test_mesh_axes_left_out_have_one_device():
         ("data=0", "must give axes of"),
         ("data=4,data=2", "must give axes of"),
         ("data=4", "must multiply to the number of devices; got data=4, which is 4, and 8 devices"),
-        ("auto", "batch_size / accumulation, 4, by data times fsdp; got data=8 (every device"),
+        (None, "batch_size / accumulation, 4, by data times fsdp; got data=8 (every device"),
         ("sequence=8", "must divide the run's context, 12, by sequence; got sequence=8, which"),
         ("data=2,tensor=4", "must divide the run's num_kv_heads, 2, by tensor; got"),
     ],
 )
 def test_mesh_that_does_not_fit_is_refused(mesh, fragment, capsys, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: DEVICES)
-    assert main([*flags(TINY), "--mesh", mesh]) == 2
+    assert main(flags(TINY, mesh=mesh)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.startswith("train: error: --mesh must ")

@@ -38,18 +38,20 @@ def state_at(step, run=1.0):
     return {"step": jnp.int32(step), "weights": jnp.full((40, 50), run) * step}
 
 
+def restore(opened, step=None):
+    places = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    step = step or opened.last_step
+    shardings = lambda shapes: jax.tree.map(lambda x: places, shapes)  # noqa: E731
+    return opened.restore(step, lambda: state_at(0), shardings) if step else state_at(0)
+
+
 def line_at(step, run=1.0):
     return {"step": step, "loss": run / step, "val_loss": None, "lr": 0.1}
 
 
-def resume(opened):
-    places = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return opened.resume(lambda: state_at(0), lambda shapes: jax.tree.map(lambda x: places, shapes))
-
-
 def go(opened, until=STEPS, run=1.0):
     """Go on with a run; return the state it began with."""
-    begin = resume(opened)
+    begin = restore(opened)
     for step in range(opened.last_step + 1, until + 1):
         opened.append([line_at(step, run)])
         if step % EVERY == 0 or step == STEPS:
@@ -182,7 +184,7 @@ def test_checkpoints_without_checksums_are_put_aside(run, config, capsys):
 
 def test_checkpoint_orbax_cannot_read(run, config):
     with RunFolder(config, "text") as opened, pytest.raises(UserError, match="version of orbax"):
-        opened.resume(lambda: {"other": jnp.zeros(3)}, lambda shapes: {"other": None})
+        opened.restore(8, lambda: {"other": jnp.zeros(3)}, lambda shapes: {"other": None})
 
 
 class Killed(BaseException):
@@ -203,14 +205,14 @@ def test_kill_while_saving_leaves_nothing(run, config, monkeypatch, capsys, mome
         raise Killed
 
     with pytest.raises(Killed), RunFolder(config, "text") as opened, monkeypatch.context() as patch:
-        resume(opened)
+        restore(opened)
         patch.setattr(*MOMENTS[moment], kill)
         opened.append([line_at(9)])
         opened.save(9, state_at(9))
     (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
     with RunFolder(config, "text") as opened:
         assert opened.last_step == STEPS + (moment == "before the oldest goes")
-        opened.save(10, resume(opened))
+        opened.save(10, restore(opened))
         names = {p.name for p in (run / "checkpoints").iterdir()}
         assert names == ({"9", "10"} if moment == "before the oldest goes" else {"8", "10"})
     assert not capsys.readouterr().err
@@ -232,6 +234,22 @@ def test_last_checkpoint_stays_until_next_whole(config, monkeypatch, keep):
 
 
 # ------------------------------------------------------------------------------------------ metrics
+
+
+def test_lowest_held_out_loss_is_kept(config, capsys):
+    """Beside the newest; its damage is named, and the newest takes its place."""
+    with RunFolder(config, "text") as opened:
+        for step, loss in enumerate([5.0, 2.0, 4.0, 3.0, 2.0], 1):
+            opened.append([line_at(step) | {"val_loss": loss}])
+            opened.save(step, state_at(step))
+            assert opened.best_step() == opened.best_whole_step() == min(step, 2)
+    run = Path(config.out_dir)
+    assert steps_in(run) == [2, 4, 5]
+    garble_state(run, 2)
+    with RunFolder(config, "text") as opened:
+        assert not capsys.readouterr().err
+        assert (opened.best_step(), opened.best_whole_step()) == (2, 5)
+    assert "step 2, of the lowest held-out loss, is damaged (state/" in capsys.readouterr().err
 
 
 def test_damaged_metrics_are_named(run, config, capsys):
@@ -283,7 +301,7 @@ def test_files_of_others_in_our_folder_stay(run, config):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_bytes(b"mine")
     with RunFolder(config, "text") as opened:
-        opened.save(9, resume(opened))
+        opened.save(9, restore(opened))
     assert steps_in(run) == [8, 9]
     assert all((run / name).read_bytes() == b"mine" for name in names)
 
@@ -333,7 +351,7 @@ def room_for(size):
 def test_disk_full_at_a_checkpoint_is_a_sentence(config, whole_run, capfd):
     run = a_run(config, until=5)
     with RunFolder(config, "text") as opened:
-        resume(opened)
+        restore(opened)
         for step in (4, 5, 6):
             opened.append([line_at(step)])
         state = state_at(6) | {"weights": jnp.asarray(np.random.rand(40, 50))}
@@ -355,7 +373,7 @@ def test_disk_full_at_a_line_keeps_the_run(config, whole_run):
     run = a_run(config, until=5)
     size = len(metrics_in(run))
     with RunFolder(config, "text") as opened:
-        resume(opened)
+        restore(opened)
         with room_for(size - 20), pytest.raises(OSError, match="File too large"):
             opened.append([line_at(step) for step in (4, 5, 6)])
     with RunFolder(config, "text") as opened:
@@ -366,7 +384,7 @@ def test_disk_full_at_a_line_keeps_the_run(config, whole_run):
 def test_disk_full_at_the_curves_is_a_warning(run, config, capsys):
     (run / "loss.png").write_bytes(b"old")
     with RunFolder(config, "text") as opened:
-        resume(opened)
+        restore(opened)
         with room_for(1000):
             opened.plot()
     assert "warning: loss.png was not written: [Errno 27]" in capsys.readouterr().err

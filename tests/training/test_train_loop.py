@@ -82,13 +82,22 @@ def test_loss_that_is_not_finite_stops_the_run():
 
 def test_accumulation_gives_the_same_gradient(config, corpus):
     text = load_text(config)
-    init, loss_fn, _ = loop.model_functions(model_of(config), 0, one_device())
+    init, loss_fn = loop.model_functions(model_of(config), 0, one_device())
     params = init()
-    batch = training_batch(text.train, 1, dataclasses.replace(config, accumulation=1), one_device())
-    assert batch.shape == (1, 4, 13)
-    whole = jax.jit(jax.value_and_grad(loss_fn))(params, batch[0])
-    cut = training_batch(text.train, 1, dataclasses.replace(config, accumulation=4), one_device())
-    assert cut.shape == (4, 1, 13)
+    batch = training_batch(text, 1, dataclasses.replace(config, accumulation=1), one_device())
+    assert batch.tokens.shape == (1, 4, 13)
+    # Parts differ in the number of tokens that carry loss.
+    answers = jnp.arange(4 * 13).reshape(1, 4, 13) > 29
+    batch = batch._replace(answers=answers)
+
+    def mean_loss(params, batch):
+        total, count = loss_fn(params, batch)
+        return total / count
+
+    whole = jax.jit(jax.value_and_grad(mean_loss))(params, jax.tree.map(lambda x: x[0], batch))
+    cut = training_batch(text, 1, dataclasses.replace(config, accumulation=4), one_device())
+    assert cut.tokens.shape == (4, 1, 13)
+    cut = cut._replace(answers=answers.swapaxes(0, 1))
     got = jax.jit(lambda p, b: loop.mean_gradient(loss_fn, p, b))(params, cut)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), got, whole)
 
@@ -119,7 +128,7 @@ def test_steps_are_those_of_the_optimizer(config, corpus):
     """A step depends on the optimizer's means, and on its place in the schedule."""
     text, layout = load_text(config), one_device()
     init_state, train_step, _ = loop.make_steps(config, model_of(config), layout)
-    _, loss_fn, _ = loop.model_functions(model_of(config), config.seed, layout)
+    _, loss_fn = loop.model_functions(model_of(config), config.seed, layout)
     optimizer, _ = loop.make_optimizer(config)
     state = init_state()
     params = jax.device_get(state.params)
@@ -132,7 +141,7 @@ def test_steps_are_those_of_the_optimizer(config, corpus):
         return jax.tree.map(jnp.add, params, updates), memory
 
     for step in range(1, 4):
-        batch = training_batch(text.train, step, config, layout)
+        batch = training_batch(text, step, config, layout)
         params, memory = by_optax(params, memory, batch)
         state, _ = train_step(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.params, params)
@@ -140,7 +149,9 @@ def test_steps_are_those_of_the_optimizer(config, corpus):
 
 def test_attention_that_does_not_serve_is_refused():
     config = dataclasses.replace(TINY, attention="triton")
-    with pytest.raises(UserError, match="`attention` must be one that serves here; got 'triton': "):
+    with pytest.raises(
+        UserError, match="`attention` must be one that serves the call; got 'triton'"
+    ):
         explain_attention(config, model_of(config), one_device(), packed=False)
 
 
