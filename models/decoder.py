@@ -350,6 +350,7 @@ class Decoder(nnx.Module):
         """
         self._check(tokens, segment_ids, decode, lengths)
         if decode:
+            self._check_room()
             where: dict[str, Any] = dict(decode=True, seq_lengths=lengths)
             positions = self._cache().positions(tokens.shape[1])
         else:
@@ -409,8 +410,22 @@ class Decoder(nnx.Module):
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for layer in self.layers:
             layer.attention.init_cache(shape, ragged=True, sharding=heads)
+        self._set_room(length)
+
+    def _set_room(self, length: int) -> None:
+        """Choose the rotary positions of longrope for a cache of texts of this length."""
+        for layer in self.layers:
             if isinstance(rope := layer.attention.rope, Rope) and rope.kind == "longrope":
                 layer.attention.rope = dataclasses.replace(rope, room=length)
+
+    def _check_room(self) -> None:
+        """Raise if the length of the texts in a cache must be known and is not."""
+        rope = self.layers[0].attention.rope
+        if isinstance(rope, Rope) and rope.kind == "longrope" and not rope.room:
+            raise ValueError(
+                "`decode` must be False with longrope in a cache of unknown length, by which it "
+                "chooses its factors; got True. Call `init_cache`."
+            )
 
     @classmethod
     def from_pretrained(

@@ -87,13 +87,13 @@ def init(
     adapter = {}
     for number, (name, (paths, _)) in enumerate(there.items()):
         if name.rpartition(".")[2] in targets:
-            inputs = leaves[paths[0]].shape[1]
-            bound = inputs**-0.5
-            key_of_name = jax.random.fold_in(key, number)
-            adapter[name] = {
-                "a": jax.random.uniform(key_of_name, (rank, inputs), minval=-bound, maxval=bound),
-                "b": jnp.zeros((sum(leaves[path].shape[0] for path in paths), rank)),
-            }
+            shape = rank, leaves[paths[0]].shape[1]
+            bound = shape[1] ** -0.5
+            a = jax.random.uniform(
+                jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound
+            )
+            rows = sum(leaves[path].shape[0] for path in paths)
+            adapter[name] = {"a": a, "b": jnp.zeros((rows, rank), jnp.float32)}
     return adapter
 
 

@@ -392,6 +392,10 @@ def test_room_chooses_the_factors_of_longrope(room):
     np.testing.assert_array_equal(
         logits_of(model, TOKENS[:, :room]), logits_of(always, TOKENS[:, :room])
     )
+    for layer in model.layers:
+        layer.attention.init_cache((2, room, 16), ragged=True)
+    with pytest.raises(ValueError, match="in a cache of unknown length"):
+        decoded(model, TOKENS[:, :5])
     model.init_cache(2, room)
     np.testing.assert_allclose(decoded(model, TOKENS[:, :5]), wanted, atol=2e-5)
 
