@@ -114,7 +114,7 @@ def merged(
     for name, x in adapter.items():
         first, scale = 0, alpha / len(x["a"])
         with jax.default_matmul_precision("highest"):
-            update = scale * (x["b"] @ x["a"])
+            update = scale * jnp.dot(x["b"], x["a"])
         for path in there[name].paths:
             size = len(leaves[path])
             total = leaves[path] + update[first : first + size]

@@ -86,17 +86,15 @@ def main(argv: list[str] | None = None) -> int:
         say("stopped", f"after step {result.step}, checkpoint saved; resume with: {command}")
         processes.finish()
         return 130
+    # Damaged metrics may have lost them.
+    loss, held_out = (math.nan if x is None else x for x in (result.loss, result.val_loss))
     speed = "" if result.speed is None else f", {result.speed}"
-    if processes.is_writer():
-        # Damaged metrics may have lost them.
-        loss, held_out = (math.nan if x is None else x for x in (result.loss, result.val_loss))
-        say(
-            "done",
-            f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token"
-            f"{bits_of(result.bits_per_byte)}{speed}; "
-            f"{time.perf_counter() - start:.0f} s in all; text: python scripts/generate.py "
-            f"{config.out_dir}",
-        )
+    say(
+        "done",
+        f"step {result.step}: loss {loss:.4f}, held out {held_out:.4f} nats per token"
+        f"{bits_of(result.bits_per_byte)}{speed}; {time.perf_counter() - start:.0f} s in all; "
+        f"text: python scripts/generate.py {config.out_dir}",
+    )
     processes.finish()
     return 0
 

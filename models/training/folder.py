@@ -282,29 +282,26 @@ class RunFolder:
 
     def plot(self):
         """Draw the curves into a file; a failure is a warning, and the run goes on."""
-        if is_writer():
-            picture = io.BytesIO()
-            draw_curves(self.metrics).savefig(picture, dpi=150, format="png")
-            try:
-                write_file(self.path / CURVES, picture.getvalue())
-            except OSError as error:
-                warn(f"{CURVES} was not written: {error}.")
+        if not is_writer():
+            return
+        figure, picture = Figure(figsize=(7, 4), layout="constrained"), io.BytesIO()
+        axes = figure.subplots()
+        for label, name, marker in (
+            ("training batch", "loss", None),
+            ("held-out text", "val_loss", "o"),
+        ):
+            points = [(x["step"], x[name]) for x in self.metrics if x[name] is not None]
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker)
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(picture, dpi=150, format="png")
+        try:
+            write_file(self.path / CURVES, picture.getvalue())
+        except OSError as error:
+            warn(f"{CURVES} was not written: {error}.")
 
 
 def json_lines(lines: list[dict[str, Any]]) -> str:
     """Return the text of metrics.jsonl."""
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-
-
-def draw_curves(lines: list[dict[str, Any]]) -> Figure:
-    """Draw the losses in the lines of metrics.jsonl, without a display."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    losses = [(x["step"], x["loss"]) for x in lines]
-    looks = [(x["step"], x["val_loss"]) for x in lines if x["val_loss"] is not None]
-    for label, points in (("training batch", losses), ("held-out text", looks)):
-        axes.plot(*zip(*points, strict=True), label=label, marker="o" if points is looks else None)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
