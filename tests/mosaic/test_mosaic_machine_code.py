@@ -16,6 +16,7 @@ from pallas_flash._backends.mosaic import backward_dbias, backward_splits, sched
 from pallas_flash._problem.scores import LogSum
 from scripts.maintenance.inspection import gpu_compiler
 from scripts.maintenance.inspection.calls import inspect_attention
+from scripts.maintenance.inspection.kernels import compile_kernels
 
 pytestmark = pytest.mark.skipif(
     bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here"
@@ -135,6 +136,10 @@ OPTIONS = {
 }
 
 
+# Instructions whose results are rounded.
+ROUND = "FADD", "FMUL", "FFMA", "MUFU.EX2", "MUFU.RCP"
+
+
 # A bias of keys is read where it lies in device memory, one of pairs by tiles.
 OF_FORWARD = OPTIONS | {
     "nothing": ({}, {}),
@@ -164,6 +169,44 @@ def test_machine_code_of_the_forward_with(option, head_dim, max_logits):
         assert loop.opcodes["WARPGROUP.DEPBAR"] <= max(loop.matrix["HGMMA"] // 2, 1), loop.order
         # As `STREAMED` below.
         assert "FENCE" in loop.opcodes or "LDSM" not in loop.opcodes, name
+
+
+EQUAL = ["nothing", "causal", "lengths", "documents", "window", "sinks"]
+# Which products are fused with a sum is not known for these.
+NOT_FUSED = ["slopes", "bias, causal"]
+WINDOW = ({}, dict(is_causal=True, local_window_size=(300, 0)))
+
+
+@pytest.mark.parametrize(
+    ("option", "head_dim"),
+    cases.default(
+        [("causal", 128), ("documents", 64)],
+        list(itertools.product([*EQUAL, *NOT_FUSED], [64, 128, 256])),
+    ),
+)
+def test_blocks_have_equal_arithmetic(option, head_dim):
+    """Whether a block is a row's first one, partial or full depends on other rows, too.
+
+    So a row's bits would, if the three copies of the softmax added or fused in different ways.
+    """
+    arrays, others = (OF_FORWARD | {"window": WINDOW})[option]
+    q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
+
+    def call(q, k, v, *values):
+        return run_forward(checked((q, k, v), dict(zip(arrays, values, strict=True)) | others))
+
+    [kernel] = compile_kernels(call, q, q, q, *arrays.values())
+    elements = kernel.tile[1] // 2  # Of a thread.
+    copies = [x for x in kernel.between_products if x.get("MUFU.EX2", 0) >= elements]
+    first, partial, full = ({x: copy.get(x, 0) for x in ROUND} for copy in copies)
+    assert partial == full
+    # Loops have a sum that orders waits, `ptx.uniform_zero`, and rescale acc.
+    assert first | {"FADD": first["FADD"] + 1, "FMUL": full["FMUL"]} == full
+    if option in EQUAL:
+        # Scale and maximum are fused for each weight, and the new sum with the old one.
+        assert full["FFMA"] == full["MUFU.EX2"] == elements + 2
+        # The mask.
+        assert copies[1]["FSEL"] - copies[2]["FSEL"] == elements
 
 
 @pytest.mark.parametrize("queries", [4096, 1], ids=["forward", "decoding"])

@@ -264,11 +264,49 @@ def complete(running: int):
         here.products.pop(0)()
 
 
-def multiply(a, b):
-    a, b = (np.asarray(x.array if isinstance(x, Shared) else x, np.float32) for x in (a, b))
+def float32_sums(a, b, acc):
+    """Return acc + a @ b with sums by NumPy, whose order may depend on the shapes."""
+    return acc + a.astype(np.float32) @ b.astype(np.float32)
+
+
+def matrix_units(a, b, acc):
+    """Return acc + a @ b with the bits of Hopper's `wgmma` and `mma`, for operands of 16 bits.
+
+    16 products and the accumulator are aligned to the largest exponent, truncated to 25 fractional
+    bits, summed exactly and truncated to float32. The exponent of a product is the sum of its
+    factors' exponents. The model is MMA-Sim's (arXiv 2511.10909), but that zeros have no exponent;
+    docs/tried.md has the comparison with a card. It takes some 10 ms for 64 x 128 x 128.
+    """
+    if {a.dtype.itemsize, b.dtype.itemsize} != {2}:
+        raise EmulationError(f"a product of {a.dtype} and {b.dtype}")
+    acc = np.broadcast_to(acc, (len(a), b.shape[1]))
+    for n in range(0, a.shape[1], 16):
+        x, y = a[:, n : n + 16, None], b[None, n : n + 16]
+        products, c = x.astype(np.float64) * y.astype(np.float64), acc.astype(np.float64)
+        largest = np.maximum((power_of_two(x) * power_of_two(y)).max(axis=1), power_of_two(acc))
+        unit = np.where(largest > 0, largest, 1) * 2.0**-25
+        total = unit * (np.trunc(products / unit[:, None]).sum(axis=1) + np.trunc(c / unit))
+        acc = total.astype(np.float32)
+        rounded_up = (np.abs(acc) > np.abs(total)) & (np.abs(total) < 2.0**128)
+        acc = np.where(rounded_up, np.nextafter(acc, np.float32(0)), acc)
+    return acc
+
+
+def power_of_two(x):
+    """Return 2 to the exponent of each number, that of denormals too; 0 for zeros."""
+    power = np.exp2(np.frexp(x.astype(np.float64))[1] - 1.0)
+    return np.where(x == 0, 0, np.maximum(power, float(jnp.finfo(x.dtype).smallest_normal)))
+
+
+add_product = float32_sums  # Unless `emulated` is asked for others.
+
+
+def multiply(a, b, acc=0):
+    """Return acc + a @ b."""
+    a, b = (np.asarray(x.array if isinstance(x, Shared) else x) for x in (a, b))
     # Rows past the end may see what holds NaN.
     with np.errstate(invalid="ignore", over="ignore"):
-        return a @ b
+        return add_product(a, b, np.asarray(acc, np.float32))
 
 
 class Running:
@@ -362,7 +400,7 @@ def load(ref, layout=None, optimized=True):
 
 def wgmma(acc, a, b):
     def product():
-        acc.value = acc.value + multiply(a, b)
+        acc.value = multiply(a, b, acc.value)
 
     here.products.append(product)
 
@@ -476,9 +514,8 @@ def product_t(a_ref, b_ref, inner=None, acc=None):
 
     def product():
         taken = slice(-(-inner // 16) * 16 if inner else None)
-        result.value = multiply(unblocked(a_ref)[:, taken], unblocked(b_ref)[:, taken].T)
-        if acc is not None:
-            result.value = result.value + acc.value
+        before = () if acc is None else (acc.value,)
+        result.value = multiply(unblocked(a_ref)[:, taken], unblocked(b_ref)[:, taken].T, *before)
 
     here.products.append(product)
     return result
@@ -498,7 +535,7 @@ def accumulate(acc, a, b_ref):
     result = Running(acc.shape)
 
     def product():
-        result.value = acc + multiply(a, unblocked(b_ref)[:, : acc.shape[1]])
+        result.value = multiply(a, unblocked(b_ref)[:, : acc.shape[1]], acc)
 
     here.products.append(product)
     return result
@@ -821,8 +858,11 @@ def batch_instances(function, batch):
 
 
 @contextlib.contextmanager
-def emulated(monkeypatch):
-    """Within it, the functions of `_mosaic` run here; not under `jit`."""
+def emulated(monkeypatch, add_product=float32_sums):
+    """Within it, the functions of `_mosaic` run here; not under `jit`.
+
+    `add_product` is `float32_sums`, or `matrix_units` for the bits of a card's products.
+    """
     package = importlib.import_module("pallas_flash._backends.mosaic")
     modules = {
         module.name: importlib.import_module(f"{package.__name__}.{module.name}")
@@ -837,4 +877,5 @@ def emulated(monkeypatch):
             patch.setattr(modules["ptx"], name, fake)
         patch.setattr(modules["common"], "launch", launch)
         patch.setattr(modules["common"], "batch_instances", batch_instances)
+        patch.setitem(globals(), "add_product", add_product)
         yield

@@ -22,7 +22,13 @@ from scripts.maintenance.inspection.gpu_compiler import (
     compile_for,
     run_tool,
 )
-from scripts.maintenance.inspection.machine_code import Instruction, Loop, loops, unset
+from scripts.maintenance.inspection.machine_code import (
+    Instruction,
+    Loop,
+    between_products,
+    loops,
+    unset,
+)
 
 # Headings of the table, and the entries of `Kernel.record` below them.
 _COLUMNS = {
@@ -66,6 +72,7 @@ class Kernel:
         compiler: The version of ptxas.
         unset: Instructions that read a uniform register that ptxas left unset, see
             `machine_code.unset`.
+        between_products: How often each opcode occurs there, see `machine_code.between_products`.
     """
 
     symbol: str
@@ -81,6 +88,7 @@ class Kernel:
     work: float | None
     compiler: str
     unset: tuple[str, ...]
+    between_products: tuple[dict[str, int], ...]
 
     @property
     def name(self) -> str:
@@ -311,6 +319,7 @@ def _read(
             work=None if math.isnan(work) else work,
             compiler=about.get(".note.nv.tkinfo", {}).get("tki_toolVersion", ""),
             unset=tuple(unset(code)),
+            between_products=tuple(between_products(code)),
         )
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)

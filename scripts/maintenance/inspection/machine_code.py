@@ -171,6 +171,15 @@ def loops(code: list[Instruction]) -> list[Loop]:
     return sorted(inner, key=lambda loop: loop.instructions)
 
 
+def between_products(code: list[Instruction]) -> list[dict[str, int]]:
+    """Return how often each opcode occurs between matrix instructions, as they lie in memory.
+
+    So each copy of the code of a softmax has an entry, in a loop or not, with what lies around it.
+    """
+    runs = itertools.groupby(code, lambda i: i.is_matrix)
+    return [dict(collections.Counter(i.kind for i in run)) for matrix, run in runs if not matrix]
+
+
 def unset(code: list[Instruction]) -> list[str]:
     """Return copies, products and waits that read a uniform register that some path leaves unset.
 
