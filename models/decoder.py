@@ -28,7 +28,7 @@ from models import checkpoint
 from models.config import DecoderConfig
 from models.rope import Rope
 from models.sharding import Layout
-from pallas_flash.flax import KVCache, SelfAttention
+from pallas_flash.flax import KVCache, PagedKVCache, SelfAttention
 
 # GPT-2's: the first prediction is then nearly uniform, which no rule by the number of inputs gives
 # to a matrix that may be both the first and the last.
@@ -332,6 +332,7 @@ class Decoder(nnx.Module):
         segment_ids: Int32[Array, "B T"] | None = None,
         decode: bool = False,
         lengths: Int32[Array, " B"] | None = None,
+        requests: tuple[Array, ...] | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the normalised residual stream, of which `logits` is a linear map.
 
@@ -344,15 +345,23 @@ class Decoder(nnx.Module):
             decode: Whether keys and values are cached for later tokens; call `init_cache` first.
             lengths: For `decode`, the number of real tokens of each row, which are its first; the
                 others are padding. None: all are real. A row beyond the cache's room gives NaN.
+            requests: For the pages of `init_pages`, as `pallas_flash.paged_attention` has them:
+                (key_value_seq_lengths, page_indices) with `tokens` [R, T], or with cu_seqlens_q and
+                `tokens` [tokens]; the result has no other axes.
 
         Raises:
             ValueError: The arguments do not fit each other, the model or the cache.
         """
-        self._check(tokens, segment_ids, decode, lengths)
+        self._check(tokens, segment_ids, decode, lengths, requests)
+        where: dict[str, Any]
         if decode:
             self._check_room()
-            where: dict[str, Any] = dict(decode=True, seq_lengths=lengths)
-            positions = self._cache().positions(tokens.shape[1])
+        if decode and requests is not None:
+            where = dict(decode=True, requests=requests)
+            positions = self._cache(PagedKVCache).positions(tokens[..., None], requests)
+        elif decode:
+            where = dict(decode=True, seq_lengths=lengths)
+            positions = self._cache(KVCache).positions(tokens.shape[1])
         else:
             where = dict(segment_ids=segment_ids)
             positions = _count(tokens.shape[1], segment_ids, order)
@@ -378,11 +387,12 @@ class Decoder(nnx.Module):
             x = lay(through(layer, x))
         return self.norm(x)
 
-    def _cache(self) -> KVCache:
+    def _cache(self, kind: type) -> Any:
         """Return the cache of the first layer; all layers have its lengths."""
-        if not isinstance(cache := self.layers[0].attention.cache, KVCache):
+        if not isinstance(cache := self.layers[0].attention.cache, kind):
+            make = "init_cache" if kind is KVCache else "init_pages"
             raise ValueError(
-                "`decode` must be False without a cache; got True. Call `init_cache` first."
+                f"`decode` must be False without a cache; got True. Call `{make}` first."
             )
         return cache
 
@@ -402,9 +412,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: The texts are longer than the learned positions, or a number is no size.
         """
-        for name, size in (("batch", batch), ("length", length)):
-            if not isinstance(size, int | np.integer) or size < 1:
-                raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
+        _check_sizes(batch=batch, length=length)
         self._check_length("length", length)
         shape = batch, length, self.config.features
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
@@ -426,6 +434,28 @@ class Decoder(nnx.Module):
                 "`decode` must be False with longrope in a cache of unknown length, by which it "
                 "chooses its factors; got True. Call `init_cache`."
             )
+
+    def init_pages(
+        self, pages: int, page_size: int, dtype: str | None = None, *, length: int | None = None
+    ) -> None:
+        """Make empty pages in every layer, which requests share.
+
+        Args:
+            pages: Number of pages.
+            page_size: Tokens of a page.
+            dtype: Type of the pages, quantised in int8 and float8_e4m3fn; None is the activations'.
+            length: Longest text, by which longrope chooses as in `init_cache`; None is what the
+                pages hold, or the context.
+
+        Raises:
+            TypeError: `dtype` is none of a cache.
+            ValueError: A number is no size.
+        """
+        _check_sizes(pages=pages, page_size=page_size)
+        heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
+        for layer in self.layers:
+            layer.attention.init_pages(pages, page_size, dtype, sharding=heads)
+        self._set_room(length or min(pages * page_size, self.config.context))
 
     @classmethod
     def from_pretrained(
@@ -483,22 +513,30 @@ class Decoder(nnx.Module):
         params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
         checkpoint.write(pathlib.Path(folder), self.config, params, max_file_bytes)
 
-    def _check(self, tokens: Shaped[Array, "..."], segment_ids, decode: bool, lengths) -> None:
+    def _check(
+        self, tokens: Shaped[Array, "..."], segment_ids, decode: bool, lengths, requests
+    ) -> None:
         shape, dtype = (getattr(tokens, name, None) for name in ("shape", "dtype"))
         integers = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-        if shape is None or len(shape) != 2 or not integers:
+        flat = requests is not None and len(requests) == 3
+        if shape is None or len(shape) != 2 - flat or not integers:
             got = type(tokens).__name__ if shape is None else f"{dtype} {shape}"
-            raise ValueError(f"`tokens` must be integers [batch, length]; got {got}.")
-        if shape[1] == 0:
+            axes = "[tokens]" if flat else "[batch, length]"
+            raise ValueError(f"`tokens` must be integers {axes}; got {got}.")
+        if shape[-1] == 0:
             raise ValueError(f"`tokens` must have a token in each row; got shape {shape}.")
         if segment_ids is not None and (got := jnp.shape(segment_ids)) != shape:
             raise ValueError(f"`segment_ids` must have the shape of `tokens`, {shape}; got {got}.")
-        self._check_length("tokens", tokens.shape[1])
-        if decode:
-            self._cache().check("tokens", tokens, 0, lengths)
-        name, refused = ("segment_ids", segment_ids) if decode else ("lengths", lengths)
-        if refused is not None:
-            raise ValueError(f"`{name}` must be None with decode={decode}; got an array.")
+        if requests is None:
+            self._check_length("tokens", shape[-1])
+            if decode:
+                self._cache(KVCache).check("tokens", tokens, 0, lengths)
+        elif lengths is not None:
+            raise ValueError("`lengths` must be None with `requests`; got an array.")
+        beside = dict(lengths=lengths, requests=requests)
+        for name, value in (dict(segment_ids=segment_ids) if decode else beside).items():
+            if value is not None:
+                raise ValueError(f"`{name}` must be None with decode={decode}; got an array.")
 
     def _check_length(self, name: str, length: int) -> None:
         if self.position_embedding is not None and length > self.config.context:
@@ -506,6 +544,12 @@ class Decoder(nnx.Module):
                 f"`{name}` must be no longer than the {self.config.context} learned positions; got "
                 f"{length}."
             )
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
 
 
 def _count(length: int, segment_ids, order) -> Int32[Array, "#B T"]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
 from models.decoder import Decoder
 
@@ -58,17 +58,42 @@ class Sampling:
             raise ValueError(f"`seed` must be an int; got {self.seed!r}.")
 
 
-def most_likely(logits: Float[Array, "B vocab"], k: int | None) -> Float[Array, "B vocab"]:
-    """Return logits with -inf for all but the k largest; of equal ones the first. None is all."""
-    if k is None or k >= logits.shape[-1]:
-        return logits
-    kept, index = jax.lax.top_k(logits, k)
-    none = jnp.full_like(logits, -jnp.inf)
-    return jnp.put_along_axis(none, index, kept, axis=-1, inplace=False)
+def likeliest(
+    logits: Float[Array, "B vocab"], weights: Float[Array, "B vocab"], most: Any
+) -> Bool[Array, "B vocab"]:
+    """Return which tokens have less than `most` of the weights before them.
+
+    Tokens before a token have a larger logit, or the same one and a smaller number. Equal logits
+    have equal weights. The first token of all is always one of these.
+
+    The smallest such logit is found by bisection of its bits, which takes less time on a GPU than
+    to sort a vocabulary.
+    """
+    most = _of_rows(most, logits)
+    size = logits.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(logits + 0, f"int{8 * size}")  # -0 becomes 0
+    key = bits ^ ((bits >> 8 * size - 1) & jnp.iinfo(bits.dtype).max)  # in the order of the logits
+
+    def before(bound):
+        return jnp.sum(jnp.where(key > bound, weights, 0), axis=-1, keepdims=True)
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low & high) + ((low ^ high) >> 1)
+        few = before(middle) < most
+        return jnp.where(few, low, middle + 1), jnp.where(few, middle, high)
+
+    ends = jnp.iinfo(key.dtype).min, jnp.iinfo(key.dtype).max
+    ends = tuple(jnp.full((len(key), 1), end, key.dtype) for end in ends)
+    bound, _ = jax.lax.fori_loop(0, 8 * size, halve, ends)
+    equal = jnp.where(key == bound, weights, 0)
+    of_equal = (key == bound) & (before(bound) + jnp.cumsum(equal, axis=-1) - equal < most)
+    first = jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1])
+    return (key > bound) | of_equal | first
 
 
 def tempered(
-    logits: Float[Array, "B vocab"], temperature: float | Float[Array, ""]
+    logits: Float[Array, "B vocab"], temperature: float | Float[Array, " B"]
 ) -> Float[Array, "B vocab"]:
     """Return the distance of logits to the largest over a temperature of at most `HOTTEST`.
 
@@ -76,25 +101,34 @@ def tempered(
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     top = jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.where(logits == top, 0, (logits - top) / temperature)
+    return jnp.where(logits == top, 0, (logits - top) / _of_rows(temperature, logits))
 
 
-def limited(logits: Float[Array, "B vocab"], sampling: Sampling) -> Float[Array, "B vocab"]:
-    """Return the `tempered` logits, with -inf for tokens that must not be drawn."""
+def limited(logits: Float[Array, "B vocab"], sampling: Any) -> Float[Array, "B vocab"]:
+    """Return the `tempered` logits, with -inf for tokens that must not be drawn.
+
+    `sampling` is a `Sampling`, or has arrays with a value for each row in its place.
+    """
     # Tokens are chosen and sorted before a high temperature makes them equal.
-    best = most_likely(logits, sampling.top_k)
-    logits = tempered(best, min(float(sampling.temperature), HOTTEST))
-    # Tokens may have a probability that rounding loses in the sum of all, which is 1.
-    if sampling.top_p is not None and sampling.top_p < 1:
-        order = jnp.argsort(-best, axis=-1)
-        p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
-        # The most likely token is always kept.
-        kept = (jnp.cumsum(p, axis=-1) - p < sampling.top_p).at[:, 0].set(True)
-        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
-        logits = jnp.where(kept, logits, -jnp.inf)
+    best = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if sampling.top_k is not None:
+        best = jnp.where(likeliest(best, jnp.ones_like(best), sampling.top_k), best, -jnp.inf)
+    logits = tempered(best, sampling.temperature)
+    if sampling.top_p is not None:
+        # Tokens may have a probability that rounding loses in the sum of all, which is 1.
+        most = jnp.where(jnp.asarray(sampling.top_p) < 1, sampling.top_p, jnp.inf)
+        logits = jnp.where(likeliest(best, jax.nn.softmax(logits), most), logits, -jnp.inf)
     if sampling.min_p is not None:
-        logits = jnp.where(logits < math.log(sampling.min_p), -jnp.inf, logits)
+        least = jnp.log(_of_rows(sampling.min_p, logits))
+        logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
+
+
+def _of_rows(value: Any, logits: Float[Array, "B vocab"]) -> Float[Array, "#B #vocab"]:
+    """Return a number, or one for each row, to be used with logits."""
+    value = value if isinstance(value, Array) else min(float(value), HOTTEST)
+    value = jnp.asarray(value, logits.dtype)
+    return value[:, None] if value.ndim else value
 
 
 def draw(
@@ -245,9 +279,7 @@ class _Batch:
 
     def __init__(self, model: Decoder, sampling: Sampling, seeds: np.ndarray, room: int):
         model.init_cache(len(seeds), room)
-        graphdef, *state = nnx.split(model, nnx.Cache, ...)
-        # Lists, because JAX takes longer to flatten Flax's trees than small models take for a step.
-        (cache, cache_tree), (params, params_tree) = map(jax.tree.flatten, state)
+        structure, cache, params = take_apart(model)
         # On several devices, the next step must find the cache as this step found it.
         places = tuple(x.sharding for x in cache)
         whole = places[0] if model.layout is None else model.layout.sharding()
@@ -255,7 +287,6 @@ class _Batch:
             tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays)
             for arrays in (cache, params)
         )
-        structure = _Structure(graphdef, cache_tree, params_tree)
         self._kind = structure, dataclasses.replace(sampling, seed=0), (whole, places), *shapes
         self._cache, self._params, self._seeds, self._room = cache, params, seeds, room
         self._made, self.compile_seconds = {}, 0.0
@@ -297,7 +328,7 @@ class _Batch:
         return self._made[key]
 
 
-class _Structure(NamedTuple):
+class Structure(NamedTuple):
     """A model without its arrays."""
 
     graphdef: nnx.GraphDef
@@ -305,13 +336,22 @@ class _Structure(NamedTuple):
     params: Any
 
     def model(self, cache, params) -> Decoder:
+        """Return the model with these arrays."""
         trees = (self.cache, cache), (self.params, params)
         return nnx.merge(self.graphdef, *(jax.tree.unflatten(*x) for x in trees))
 
 
+def take_apart(model: Decoder) -> tuple[Structure, list[Array], list[Array]]:
+    """Return a model without its arrays, the arrays of its cache, and its parameters."""
+    graphdef, *state = nnx.split(model, nnx.Cache, ...)
+    # Lists, because JAX takes longer to flatten Flax's trees than small models take for a step.
+    (cache, cache_tree), (params, params_tree) = map(jax.tree.flatten, state)
+    return Structure(graphdef, cache_tree, params_tree), cache, params
+
+
 # One for each number of texts and each rounded length of prompts and cache.
 @functools.lru_cache(maxsize=64)
-def _programs(function, structure: _Structure, sampling: Sampling, results, cache, params, inputs):
+def _programs(function, structure: Structure, sampling: Sampling, results, cache, params, inputs):
     """Compile `_read` or `_step` for arrays of these shapes."""
     function = functools.partial(function, structure, sampling)
     jitted = jax.jit(function, donate_argnums=0, out_shardings=(results[0], [*results[1]]))
@@ -385,19 +425,24 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     if len(prompts) == 0:
         raise ValueError("`prompts` must have at least one text; got none.")
     for number, prompt in enumerate(prompts, 1):
-        tokens = np.asarray(prompt)
-        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
-            raise ValueError(
-                "`prompts` must be a list of ints for each text; got "
-                f"{tokens.dtype} {tokens.shape} as text {number}."
-            )
-        if len(prompt) == 0:
-            raise ValueError(f"`prompts` must have a token each; got none in text {number}.")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise ValueError(
-                f"`prompts` must have tokens from 0 to {vocab_size - 1}; got "
-                f"{min(prompt)} to {max(prompt)} in text {number}."
-            )
+        check_tokens("prompts", prompt, vocab_size, f" in text {number}")
+
+
+def check_tokens(name: str, prompt: Sequence[int], vocab_size: int, where: str = "") -> None:
+    """Raise if the tokens of an argument are none, or not the model's."""
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise ValueError(
+            f"`{name}` must be a list of ints for each text; got {tokens.dtype} {tokens.shape}"
+            f"{where}."
+        )
+    if tokens.size == 0:
+        raise ValueError(f"`{name}` must have a token in each text; got none{where}.")
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(
+            f"`{name}` must have tokens from 0 to {vocab_size - 1}; got {tokens.min()} to "
+            f"{tokens.max()}{where}."
+        )
 
 
 def _check_full(prompts: Sequence[Sequence[int]], context: int, when_full: str, keep: int) -> None:

@@ -133,13 +133,21 @@ class FromFolder:
         assert self.chat is not None  # without a template nobody asks for a chat
         messages = [] if system is None else [{"role": "system", "content": utf8(system)}]
         messages.append({"role": "user", "content": utf8(prompt)})
-        tokenizer, messages, _ = self._names_as_text(messages)
         try:
-            text = self.chat(messages)
+            return self.encode_messages(messages)
         except UserError as error:
             raise UserError(f"{str(error).removesuffix('.')}, or pass --no-chat.") from None
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a chat, up to where the answer to its last message begins."""
+        assert self.chat is not None
+        for n, message in enumerate(messages):
+            fields = [message.get("role"), message.get("content")]
+            if not all(isinstance(x, str) for x in fields):
+                raise UserError(f"messages[{n}] must have a role and a text; got {message!r:.60}.")
+        tokenizer, messages, _ = self._names_as_text(messages)
         # The template has the tokens that begin a text.
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.encode(self.chat(messages), add_special_tokens=False).ids
 
     def encode_answers(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None

@@ -4,6 +4,7 @@
     python scripts/generate.py Qwen2.5-0.5B-Instruct --prompt "Why is the sky blue?"
     python scripts/generate.py Llama-3.2-1B --prompts prompts.txt --tokens 100 --temperature 0
     git diff | python scripts/generate.py Qwen2.5-0.5B-Instruct --system "Summarise this change."
+    python scripts/generate.py Qwen2.5-0.5B-Instruct --requests in.jsonl --out out.jsonl
 
 A folder of weights has config.json, model.safetensors (or shards of it) and tokenizer.json; see
 `models/families.py` for the families. If it has a chat template, a prompt is what the user says.
@@ -11,9 +12,12 @@ Nothing is downloaded.
 
 The standard output has the new text alone, as it is written; all else goes to the standard error.
 Several prompts are one batch. Their texts come in order, each below a line with its prompt.
+Thousands of them are a file of --requests: lines of JSON with `prompt` or `messages`, maybe `id`,
+and fields of `models.engine.Sampling` that differ from the flags.
 """
 
 import argparse
+import dataclasses
 import itertools
 import pathlib
 import sys
@@ -31,6 +35,7 @@ try:
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
     from scripts.command import Parser, UserError, command, parse_path, parse_size, why
+    from scripts.generation.requests import read_requests, write_answers
     from scripts.generation.source import Source, message_with_flags, open_source
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -64,6 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="a file with a prompt in each line, - for the standard input; without this and "
         "--prompt, all of the standard input is one prompt",
     )
+    add("--requests", type=parse_path, metavar="FILE", help="a file of requests, - for the input")
+    add("--out", type=parse_path, metavar="FILE", help="of their answers (default: the output)")
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -95,6 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, metavar="P", help="only tokens of this share of the likeliest's")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
     add = parser.add_argument_group("computation").add_argument
+    add("--cache", metavar="DTYPE", help="type of the cache of --requests, such as int8")
+    add("--drafts", type=int, default=0, metavar="N", help="tokens that --requests guess in a step")
     add("--devices", type=parse_size, default=1, metavar="N", help="GPUs that share the weights")
     add(
         "--dtype",
@@ -184,6 +193,19 @@ def make_sampling(flags: argparse.Namespace, source: Source) -> Sampling:
     return Sampling(**values, seed=flags.seed % 2**32)
 
 
+def answer_requests(flags: argparse.Namespace, source: Source) -> None:
+    """Answer the requests of a file."""
+    if flags.prompt or flags.prompts or flags.when_full != "stop":
+        raise UserError("--requests must come without --prompt, --prompts and --when-full.")
+    defaults = dataclasses.asdict(make_sampling(flags, source))
+    defaults |= dict(max_tokens=flags.tokens, stop=[utf8(stop) for stop in flags.stop])
+
+    def tokens_of(prompt: str) -> list[int]:
+        return encode(flags, source, [prompt])[0]
+
+    write_answers(flags, source, read_requests(flags.requests, source, tokens_of, defaults), say)
+
+
 class Output:
     """Writes texts in order: the first that has not ended as it grows, the others after it."""
 
@@ -250,11 +272,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         auto.get(flags.attention, flags.attention),
         flags.devices,
     )
-    prompts = read_prompts(flags)
-    tokens, config = encode(flags, source, prompts), source.model.config
+    config = source.model.config
     size = sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(source.model, nnx.Param)))
     device = jax.devices()[0].device_kind
     say(f"{source.name}: {size / 1e6:,.1f} M parameters, {config.compute_dtype}, {device}")
+    if flags.requests is not None:
+        answer_requests(flags, source)
+        return
+    if flags.out is not None:
+        raise UserError("--out must come with --requests; got it alone.")
+    prompts = read_prompts(flags)
+    tokens = encode(flags, source, prompts)
     slides, longest = flags.when_full == "slide", max(map(len, tokens)) + flags.tokens - 1
     keep = count_before_prompt(flags, source, tokens) if slides else 0
     if slides and longest > config.context:

@@ -524,3 +524,49 @@ def test_stream_keeps_a_space_after_a_special_token():
         stream.add(token)
     stream.finish()
     assert stream.text == " a"
+
+
+# --------------------------------------------------------------------------------- requests
+
+
+def test_requests_are_answered(changed, run, tmp_path):
+    folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
+    requests = [
+        {"prompt": "hello", "id": "a"},
+        {"messages": [{"role": "user", "content": "hello"}], "samples": 2, "temperature": 1},
+        {"prompt": "hello", "max_tokens": 3, "id": "b"},
+        {"messages": [{"role": x, "content": "a"} for x in ("user", "assistant", "user")]},
+    ]
+    path, out = tmp_path / "requests", tmp_path / "out"
+    path.write_text("\n\n".join(map(json.dumps, requests)))
+    assert run(folder, "--requests", path, "--out", out, *GREEDY).out == ""
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    named = {(x["id"], x["sample"]): x for x in answers}
+    assert set(named) == {("a", 0), (3, 0), (3, 1), ("b", 0), (7, 0)} and len(answers) == 5
+    alone = run(folder, "--prompt", "hello", *GREEDY).out.rstrip("\n")
+    assert named["a", 0]["text"] == alone
+    assert (named["b", 0]["tokens"], named["b", 0]["end"]) == (3, "length")
+    assert named[3, 0]["text"] != named[3, 1]["text"]
+    assert all(x["log_probability"] < 0 for x in answers)
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "said"),
+    [
+        ("{", [], "line 1 of {path}: a request must be like"),
+        ('{"prompt": "a", "messages": []}', [], "line 1 of {path}: a request must be like"),
+        ('{"prompt": ""}', [], "line 1 of {path}: `prompt` must be a text with a character."),
+        ('{"prompt": "a", "top": 3}', [], "line 1 of {path}: `top` must be one of id, prompt"),
+        ('{"prompt": "a", "top_k": 0}', [], "line 1 of {path}: `top_k` must be an int of at least"),
+        ('{"messages": []}', [], "line 1 of {path}: `messages` must come with a chat template."),
+        ("\n", [], "--requests must have a request; got none in {path}."),
+        ('{"prompt": "a"}', ["--prompt", "b"], "--requests must come without --prompt"),
+        ('{"prompt": "a"}', ["--cache", "int4"], "--cache must be None or one of float32"),
+        ('{"prompt": "a"}', ["--out", "no/x"], "--out must be a file to write; got no/x: no such"),
+    ],
+)
+def test_wrong_request_is_refused(weights, refused, tmp_path, line, words, said):
+    path = tmp_path / "requests"
+    path.write_text(line)
+    found = refused(weights, "--requests", path, *words)
+    assert found.startswith(said.format(path=path))

@@ -447,6 +447,14 @@ def test_unknown_token_is_nan(token):
     assert jnp.isnan(logits_of(make("llama"), np.array([[token]]))).all()
 
 
+ONE = jnp.ones(1, jnp.int32)
+
+
+def paged(model, tokens, **options):
+    requests = 3 * ONE, jnp.zeros((1, 1), jnp.int32), jnp.array([0, 3], jnp.int32)
+    return model(tokens, decode=True, requests=requests, **options)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -480,6 +488,20 @@ def test_unknown_token_is_nan(token):
             ),
             "`segment_ids` must be None",
         ),
+        (lambda m: paged(m, jnp.ones(3, int)), "Call `init_pages` first"),
+        (
+            lambda m: m.init_pages(2, 4) or paged(m, jnp.ones((1, 3), int)),
+            "`tokens` must be integers [tokens]; got int32 (1, 3)",
+        ),
+        (
+            lambda m: m.init_pages(2, 4) or paged(m, jnp.ones(3, int), lengths=jnp.ones(1, int)),
+            "`lengths` must be None with `requests`",
+        ),
+        (
+            lambda m: m.init_pages(2, 4) or m(jnp.ones((1, 3), int), requests=(ONE, [[0]])),
+            "`requests` must be None with decode=False",
+        ),
+        (lambda m: m.init_pages(2, 0), "`page_size` must be an int of at least 1; got 0"),
     ],
 )
 def test_call_that_does_not_fit_is_refused(call, said):

@@ -1,0 +1,524 @@
+"""`Engine`: requests come and go, and each step computes some tokens of all that are there."""
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.decoder import Decoder
+from models.engine.sampling import DRAWN, GREEDY, KINDS, LIMITED, Limits, Sampling, draw
+from models.engine.scheduler import Part, Request, Scheduler
+from models.generation import Structure, check_tokens, take_apart
+from models.tokens import TextStream
+
+CACHE_DTYPES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"
+# Columns of a step's array of slots, before the columns of `Limits`: the token to compute, if it is
+# the only one and known, else -1; the number of tokens to compute, and of all so far; whether to
+# draw the next one; the page of the only token, if it is new, else -1.
+TOKEN, NEW, LENGTH, DRAWS, PAGE = range(5)
+FIELDS = 5 + len(Limits._fields)
+# Sizes of the programs that take prompts, each a quarter of the one before.
+SIZES = 3
+
+
+class Answer:
+    """A continuation, which grows while its engine steps.
+
+    Attributes:
+        id: The number of the request.
+        sample: The number of the continuation in its request.
+        prompt: The tokens of the prompt.
+        tokens: The new tokens.
+        log_probabilities: The logarithm of the probability that the model gives to each new token,
+            at temperature 1 and without limits.
+        end: None while it grows; then "stop" (a stop token or string), "length" (`max_tokens`),
+            "full" (`max_length` of the engine) or "cancelled".
+    """
+
+    def __init__(self, id: int, sample: int, prompt: Sequence[int], make_stream: Any):
+        self.id, self.sample, self.prompt = id, sample, prompt
+        self.tokens: list[int] = []
+        self.log_probabilities: list[float] = []
+        self.end: str | None = None
+        self._make_stream, self._decoded = make_stream, 0
+
+    @property
+    def text(self) -> str:
+        """The new text, without what may yet become a character or a stop string."""
+        stream = self._stream
+        for token in self.tokens[self._decoded :]:
+            stream.add(token)
+        self._decoded = len(self.tokens)
+        if self.end is not None:
+            stream.finish()
+        return stream.text
+
+    def has_stop(self) -> bool:
+        """Return whether the text has a stop string."""
+        return self.text is not None and self._stream.stopped
+
+    # Made when somebody reads the text.
+    @functools.cached_property
+    def _stream(self) -> TextStream:
+        if self._make_stream is None:
+            raise ValueError("`text` needs an engine with a tokenizer: read `tokens`.")
+        return self._make_stream()
+
+    def __repr__(self) -> str:
+        return f"Answer(id={self.id}, sample={self.sample}, {len(self.tokens)} tokens, {self.end})"
+
+
+@dataclasses.dataclass(eq=False)
+class _Text:
+    """A continuation and its place in the scheduler."""
+
+    answer: Answer
+    request: Request
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+
+    def end(self, token: int) -> str | None:
+        """Return why the text ends with a token; None if it goes on."""
+        if token in self.stop_tokens or (self.sampling.stop and self.answer.has_stop()):
+            return "stop"
+        if len(self.answer.tokens) == self.sampling.max_tokens:
+            return "length"
+        return "full" if len(self.request.tokens) == self.request.most else None
+
+
+class Engine:
+    """Continues the texts of many requests at once.
+
+    Each step computes a token of every text that is being continued, and beside them some tokens of
+    new prompts. The device computes a step while the host reads the tokens of the step before.
+
+    Args:
+        model: The model. Its parameters are not copied.
+        tokenizer: For texts and messages, as in `models.tokens`; by default, prompts are tokens.
+        pages: Number of pages of the cache, for the tokens of all texts that are continued at once.
+        page_size: Tokens of a page. Texts share whole pages.
+        cache_dtype: Type of keys and values: float32, bfloat16, float16, or quantised int8 and
+            float8_e4m3fn; None is the activations'.
+        max_requests: Most texts that are continued at once; others wait.
+        max_tokens_per_step: Most tokens that a step computes, a power of two above `max_requests`.
+        max_length: Most tokens that the model reads of a text; None are its context, or all pages.
+            By it, the rotary positions of longrope are chosen.
+        drafts: Most tokens of a text that a step guesses and checks, beside the one that it knows.
+            A guess is what has followed the last three tokens before. The answers stay the same.
+            Then a step waits for the tokens of the step before.
+
+    Raises:
+        ValueError: An argument is out of range, or of another kind.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any = None,
+        *,
+        pages: int,
+        page_size: int = 64,
+        cache_dtype: str | None = None,
+        max_requests: int = 64,
+        max_tokens_per_step: int = 2048,
+        max_length: int | None = None,
+        drafts: int = 0,
+    ):
+        if not isinstance(model, Decoder):
+            raise ValueError(f"`model` must be a Decoder; got {type(model).__name__}.")
+        sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests)
+        max_length = model.config.context if max_length is None else max_length
+        sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length, drafts=drafts)
+        for name, size in sizes.items():
+            least = 0 if name == "drafts" else 1
+            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
+                raise ValueError(f"`{name}` must be an int of at least {least}; got {size!r}.")
+        most, least = max_tokens_per_step, max_requests * (1 + drafts)
+        if most & (most - 1) or most <= least:
+            raise ValueError(
+                f"`max_tokens_per_step` must be a power of two above {least}, what all requests "
+                f"decode in a step; got {most}."
+            )
+        if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
+            known = ", ".join(CACHE_DTYPES)
+            raise ValueError(f"`cache_dtype` must be None or one of {known}; got {cache_dtype!r}.")
+        config = model.config
+        self._vocab_size, self._tokenizer = config.vocab_size, tokenizer
+        self._page_size, self._drafts = page_size, drafts
+        self.max_length = min(config.context, pages * page_size, max_length)
+        slides = bool(config.sliding) and all(config.sliding) and config.window
+        left = config.window - 1 if slides and config.window else None
+        self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts)
+        copy = nnx.merge(*nnx.split(model))
+        copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
+        self._structure, cache, self._params = take_apart(copy)
+        # The arrays of a step on the device, and their shardings, which steps keep.
+        columns = -(-self.max_length // page_size)
+        whole = cache[0].sharding if model.layout is None else model.layout.sharding()
+        self._places = [x.sharding for x in cache], whole, whole, whole
+        state = (
+            cache,
+            np.zeros(max_requests, np.int32),
+            np.zeros((max_requests, columns), np.int32),
+            np.zeros((max_requests, self._vocab_size), bool),
+        )
+        self._state = jax.device_put(state, self._places)
+        # The same on the host.
+        self._slots = np.zeros((max_requests, FIELDS), np.int32)
+        self._slots[:, PAGE] = -1
+        self._table = np.zeros((max_requests, columns), np.int32)
+        sizes = [most // 4**n for n in range(SIZES - bool(drafts))]
+        self._sizes = [size for size in reversed(sizes) if size > max_requests]
+        self._size_of_drafts = 1 << (least - 1).bit_length()
+        self._made: dict[tuple[int, bool], Any] = {}
+        self._texts: dict[int, list[_Text]] = {}
+        self._of_request: dict[Request, _Text] = {}
+        self._next_id, self._flying = 0, None
+        self._changed: list[Answer] = []
+
+    # ------------------------------------------------------------------------------ for users
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text has not ended, or its end has not been returned."""
+        return bool(self._texts or self._changed)
+
+    @property
+    def preemptions(self) -> int:
+        """Number of times that a text has lost its pages to older ones, and was read again."""
+        return self._scheduler.preemptions
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that are compiled."""
+        return sum(program._cache_size() for program in self._made.values())
+
+    def warm_up(self, sampling: Sampling | None = None) -> int:
+        """Compile the programs that requests may need, and return how many there are.
+
+        Args:
+            sampling: How all requests are continued, if they are alike; None is in any way.
+        """
+        for kind in KINDS if sampling is None else (sampling.kind,):
+            for size in (None, *self._sizes):
+                self._call(size, kind, self._slots.copy(), [])
+            if self._drafts:
+                self._call(self._size_of_drafts, kind, self._slots.copy(), [], every=True)
+        jax.block_until_ready(self._state)
+        return self.programs
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+    ) -> int:
+        """Take a request, and return its number.
+
+        Args:
+            prompt: Tokens; or a text to continue, or the messages of a chat (each with `role` and
+                `content`), which need a tokenizer.
+            sampling: How it is continued; None is `Sampling()`.
+
+        Raises:
+            ValueError: The prompt is empty, is longer than `max_length`, or has another token than
+                the model's; or its text, or the stop strings, come without a tokenizer.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            kind = f"{type(sampling).__module__}.{type(sampling).__name__}"
+            raise ValueError(f"`sampling` must be a models.engine.Sampling; got {kind}.")
+        words, tokens = self._tokenizer, self._tokens_of(prompt)
+        if len(tokens) > self.max_length:
+            raise ValueError(
+                f"`prompt` must have at most the {self.max_length} tokens that context, pages and "
+                f"`max_length` allow; got {len(tokens)}. Shorten it, or give the engine more room."
+            )
+        if sampling.stop and words is None:
+            raise ValueError("`stop` needs an engine with a tokenizer: use `stop_tokens`.")
+        most = self.max_length + 1
+        if sampling.max_tokens is not None:
+            most = min(most, len(tokens) + sampling.max_tokens)
+        stops = sampling.stop_tokens
+        if stops is None:
+            stops = () if words is None else words.stop_tokens
+        make = words and functools.partial(TextStream, words.decode, tokens, sampling.stop)
+        id, self._next_id = self._next_id, self._next_id + 1
+        self._texts[id] = []
+        for sample in range(sampling.samples):
+            # For a penalty, steps must see all tokens that the text has.
+            request = Request(list(tokens), most, shares=sampling.repetition_penalty == 1)
+            text = _Text(Answer(id, sample, tokens, make), request, sampling, frozenset(stops))
+            self._of_request[request] = text
+            self._texts[id].append(text)
+            self._scheduler.add(request)
+        return id
+
+    def cancel(self, id: int) -> None:
+        """End a request; one that has ended stays as it is.
+
+        Raises:
+            ValueError: There was no such request.
+        """
+        if id not in range(self._next_id):
+            raise ValueError(f"`id` must be a number that `submit` has returned; got {id!r}.")
+        for text in list(self._texts.get(id, ())):
+            self._end(text, "cancelled")
+            self._changed.append(text.answer)
+
+    def step(self) -> list[Answer]:
+        """Compute a step, and return the answers with new tokens or an end.
+
+        The tokens are of the step before, which the device has computed meanwhile.
+        """
+        parts = self._scheduler.plan()
+        before, self._flying = self._flying, self._launch(parts) if parts else None
+        if self._drafts:
+            before, self._flying = self._flying, None
+        if before is not None:
+            self._read(*before)
+        changed, self._changed = self._changed, []
+        return changed
+
+    def run(
+        self,
+        prompts: Iterable[Any],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Answer]:
+        """Return the answers to prompts, in their order, with all samples of a prompt in a row.
+
+        Args:
+            prompts: Each as in `submit`.
+            sampling: How all are continued, or how each is.
+            progress: Whether a bar counts the answers that have ended; it needs the package tqdm.
+
+        Raises:
+            ValueError: The engine has other requests, or a request is refused by `submit`.
+        """
+        if self.busy:
+            raise ValueError("`run` needs an engine without requests; step until it has none.")
+        if isinstance(prompts, str):
+            raise ValueError("`prompts` must be a list of prompts; got a text: put it into a list.")
+        prompts = list(prompts)
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ValueError(
+                f"`sampling` must be one for all {len(prompts)} prompts, or one for each; got "
+                f"{len(sampling)}."
+            )
+        try:
+            ids = [self.submit(x, how) for x, how in zip(prompts, sampling, strict=True)]
+            answers = [text.answer for id in ids for text in self._texts[id]]
+            with progress_bar(len(answers), progress) as bar:
+                while self.busy:
+                    bar.update(sum(answer.end is not None for answer in self.step()))
+        finally:
+            # After an error or an interrupt, nothing is left.
+            for id in list(self._texts):
+                self.cancel(id)
+            self._changed = []
+        return answers
+
+    def set_model(self, model: Decoder) -> None:
+        """Take the parameters of a model of the same shape, as after a step of training.
+
+        Raises:
+            ValueError: The engine has requests, or the model has another shape.
+        """
+        if self.busy:
+            raise ValueError(
+                "`set_model` needs an engine without requests; step until it has none."
+            )
+        params = jax.tree.leaves(nnx.state(model, nnx.Param))
+        if [(x.shape, x.dtype) for x in params] != [(x.shape, x.dtype) for x in self._params]:
+            raise ValueError("`model` must have the shapes and dtypes of the engine's model.")
+        self._params = params
+        self._scheduler.pages.forget()
+
+    # --------------------------------------------------------------------------------- a step
+
+    def _tokens_of(self, prompt: Any) -> list[int]:
+        """Return the tokens of a prompt."""
+        words = self._tokenizer
+        chat = isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping)
+        if (chat or isinstance(prompt, str)) and words is None:
+            raise ValueError("`prompt` must be tokens for an engine without a tokenizer.")
+        if chat and words.chat is None:
+            raise ValueError("`prompt` must be no messages without a chat template.")
+        if chat:
+            prompt = words.encode_messages(prompt)
+        elif isinstance(prompt, str):
+            prompt = words.encode(prompt)
+        check_tokens("prompt", prompt, self._vocab_size)
+        return [int(token) for token in prompt]
+
+    def _launch(self, parts: list[Part]) -> tuple[list[tuple[Part, int]], Any]:
+        """Let the device compute the parts.
+
+        Returns:
+            The parts that draw, each with the place of its first token in what is drawn; and that.
+        """
+        slots, kind, size, tokens, places = self._slots.copy(), GREEDY, None, [], {}
+        for part in sorted(parts, key=lambda part: part.slot):
+            request, text, row = part.request, self._of_request[part.request], slots[part.slot]
+            kind, end = max(kind, text.sampling.kind), part.start + part.count
+            if part.admitted:
+                packed = text.sampling.packed(text.answer.sample)
+                row[PAGE + 1 :] = self._slots[part.slot, PAGE + 1 :] = packed
+            first = 0 if part.admitted else -(-part.start // self._page_size)
+            new = request.pages[first : -(-end // self._page_size)]
+            self._table[part.slot, first : first + len(new)] = [page or 0 for page in new]
+            known = [*request.tokens[part.start : end], *part.draft]
+            known += [-1 - part.slot] * (part.count - len(known))
+            row[: PAGE + 1] = known[0], part.count, end, part.draws, new[-1] if new else -1
+            places[part.slot] = len(tokens)
+            tokens += known
+        every = any(part.draft for part in parts)
+        if every:
+            size = self._size_of_drafts
+        elif any(part.admitted or part.count > 1 for part in parts):
+            size = next(size for size in self._sizes if size >= len(tokens))
+        drawn = self._call(size, kind, slots, tokens, every=every)
+        drawn.copy_to_host_async()
+        place = places.__getitem__ if every else int
+        return [(part, place(part.slot)) for part in parts if part.draws], drawn
+
+    def _call(
+        self, size: int | None, kind: int, slots: np.ndarray, new: list[int], *, every: bool = False
+    ) -> Any:
+        """Run a program, and return what it draws."""
+        tokens = table = None
+        if size is not None:
+            kind = max(kind, DRAWN)
+            tokens, table = np.zeros(size, np.int32), self._table.copy()
+            tokens[: len(new)] = new
+        if (kind, every) not in self._made:
+            shapes = [x.shape for x in jax.tree.leaves(self._state)]
+            shapes = *shapes, *self._sizes, self._size_of_drafts
+            (cache, *rest), how = self._places, (self._page_size, kind, every)
+            program = _programs(self._structure, how, (tuple(cache), *rest), shapes)
+            self._made[kind, every] = program
+        program = self._made[kind, every]
+        self._state, drawn = program(self._state, self._params, slots, tokens, table)
+        return drawn
+
+    def _read(self, parts: list[tuple[Part, int]], drawn: Any) -> None:
+        """Add the tokens that a step has drawn to their texts, and end those that are complete."""
+        tokens, logs = np.asarray(drawn)
+        logs = logs.view(np.float32)
+        for part, place in parts:
+            if (text := self._of_request.get(part.request)) is None:
+                continue  # It has ended meanwhile.
+            end = None
+            for number in range(1 + len(part.draft)):
+                token = int(tokens[place + number])
+                text.answer.tokens.append(token)
+                text.answer.log_probabilities.append(float(logs[place + number]))
+                self._scheduler.took(part.request, token)
+                end = text.end(token)
+                if end or part.draft[number : number + 1] != [token]:
+                    break
+            self._changed.append(text.answer)
+            if end is not None:
+                self._end(text, end)
+            elif part.draft:
+                self._scheduler.took_back(part.request)
+
+    def _end(self, text: _Text, why: str) -> None:
+        """End a continuation."""
+        answer = text.answer
+        answer.end = why
+        self._scheduler.end(text.request)
+        del self._of_request[text.request]
+        self._texts[answer.id].remove(text)
+        if not self._texts[answer.id]:
+            del self._texts[answer.id]
+
+
+@functools.lru_cache(maxsize=64)
+def _programs(structure: Structure, how: tuple[int, int, bool], places: Any, shapes: Any):
+    """Return `_step`, jitted for arrays of these shapes."""
+    del shapes
+    (cache, *rest), drawn = places, places[1]
+    step = functools.partial(_step, structure, *how)
+    return jax.jit(step, donate_argnums=0, out_shardings=(([*cache], *rest), drawn))
+
+
+def _step(
+    structure: Structure, page_size: int, kind: int, every: bool,
+    state: Any, params: Any, slots: Any, tokens: Any, table: Any,
+):  # fmt: skip
+    """Compute the tokens of a step, and draw those that follow.
+
+    Args:
+        structure: The model without its arrays.
+        page_size: Tokens of a page.
+        kind: What is computed to draw tokens.
+        every: Whether a token is drawn after each token, and not after the last one of each slot.
+        state: The cache; of each slot the last token that was drawn [slots], the pages
+            [slots, columns], and which tokens the text has [slots, vocab].
+        params: The parameters of the model.
+        slots: What each slot computes, int32 [slots, FIELDS].
+        tokens: The tokens of all slots in a row, int32 [size]; -1 - s is the last one of slot s.
+            None, if each slot has one token at most.
+        table: The pages of each slot; None, if `slots` has all that are new.
+
+    Returns:
+        The state, and int32 [2, drawn]: the tokens, and the bits of the logarithms of their
+        probabilities.
+    """
+    cache, last, old_table, present = state
+    count, columns = old_table.shape
+    row, new, lengths = jnp.arange(count), slots[:, NEW], slots[:, LENGTH]
+    if tokens is None:
+        column = jnp.where(slots[:, PAGE] < 0, columns, jnp.maximum(lengths - 1, 0) // page_size)
+        table = old_table.at[row, column].set(slots[:, PAGE], mode="drop")
+        slot = jnp.where(new > 0, row, count)
+        tokens = jnp.where(slots[:, TOKEN] < 0, last, slots[:, TOKEN])
+        inputs, requests, ends = tokens[:, None], (lengths, table), (row, 0)
+    else:
+        ends = jnp.cumsum(new)
+        numbers = jnp.arange(len(tokens))
+        slot = jnp.searchsorted(ends, numbers, side="right", method="compare_all")
+        inputs = tokens = jnp.where(tokens < 0, last[-1 - tokens], tokens)
+        requests = lengths, table, jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+        ends = jnp.maximum(ends - 1, 0)
+    if kind == LIMITED:
+        # A text that begins has no token.
+        present = present & ((lengths > new) | (new == 0))[:, None]
+        present = present.at[slot, tokens].set(True, mode="drop")
+    model = structure.model(cache, params)
+    stream = model.stream(inputs, decode=True, requests=requests)
+    limits, position, of_row = Limits.unpacked(slots[:, PAGE + 1 :]), lengths, present
+    if every:
+        row = jnp.minimum(slot, count - 1)
+        limits, of_row = jax.tree.map(lambda x: x[row], (limits, present))
+        position = lengths[row] - (ends[row] - jnp.arange(len(tokens)))
+    else:
+        stream = stream[ends]
+    drawn, log_probability = draw(model.logits(stream), limits, position, of_row, kind)
+    if not every:
+        last = jnp.where(slots[:, DRAWS] > 0, drawn, last)
+    bits = jax.lax.bitcast_convert_type(log_probability, jnp.int32)
+    cache = jax.tree.leaves(nnx.state(model, nnx.Cache))
+    return (cache, last, table, present), jnp.stack([drawn, bits])
+
+
+def progress_bar(count: int, shown: bool) -> Any:
+    """Return a progress bar of answers."""
+    if not shown:
+        return contextlib.nullcontext(types.SimpleNamespace(update=lambda count: None))
+    try:
+        import tqdm
+    except ModuleNotFoundError:
+        raise ValueError("`progress` needs the package tqdm: run pip install tqdm.") from None
+    return tqdm.tqdm(total=count, unit=" answers")

@@ -1,0 +1,189 @@
+"""`generate.py --requests`: a file of requests, whose answers are written as they end."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+
+from models.config import DecoderConfig
+from models.engine import Engine, Sampling
+from models.engine.engine import progress_bar
+from scripts.command import UserError, why
+from scripts.generation.source import Source, message_with_flags
+
+# Tokens of a page; most texts that are continued at once, and tokens that a step computes.
+PAGE_SIZE, MAX_REQUESTS, MAX_TOKENS = 64, 64, 2048
+# The share of the device's free memory that pages may take.
+SHARE = 0.8
+FIELDS = {x.name for x in dataclasses.fields(Sampling)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A request of a file.
+
+    Attributes:
+        id: What the file calls it.
+        tokens: Its prompt.
+        sampling: How it is continued.
+    """
+
+    id: Any
+    tokens: Sequence[int]
+    sampling: Sampling
+
+
+def read_requests(
+    path: pathlib.Path,
+    source: Source,
+    encode: Callable[[str], Sequence[int]],
+    defaults: dict[str, Any],
+) -> list[Line]:
+    """Return the requests of a file with a JSON object in each line.
+
+    Args:
+        path: The file; - is the standard input.
+        source: The model and its tokenizer.
+        encode: Returns the tokens of a prompt.
+        defaults: The fields of `Sampling` of a line that does not have them.
+
+    Raises:
+        UserError: The file cannot be read, or a line is no request.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--requests must be text; got {path}: {why(error)}.") from None
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"--requests must have a request; got none in {path}.")
+    requests = []
+    for number, line in lines:
+        try:
+            requests.append(_request(number, line, source, encode, defaults))
+        except ValueError as error:
+            said = str(error).splitlines()[0]
+            raise UserError(f"line {number} of {path}: {said}") from None
+    return requests
+
+
+def _request(number: int, line: str, source: Source, encode, defaults) -> Line:
+    """Return the request of a line."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        raise UserError('a request must be like {"prompt": "text"} or {"messages": [..]}.')
+    given = {name: x for name, x in fields.items() if name in FIELDS}
+    if unknown := fields.keys() - FIELDS - {"prompt", "messages", "id"}:
+        known = ", ".join(sorted(FIELDS))
+        raise UserError(f"`{min(unknown)}` must be one of id, prompt, messages, {known}.")
+    if "prompt" in fields:
+        if not isinstance(fields["prompt"], str) or not fields["prompt"]:
+            raise UserError("`prompt` must be a text with a character.")
+        tokens = encode(fields["prompt"])
+    elif source.tokens.chat is None:
+        raise UserError("`messages` must come with a chat template.")
+    else:
+        tokens = source.tokens.encode_messages(fields["messages"])
+    return Line(fields.get("id", number), tokens, Sampling(**(defaults | given)))
+
+
+def count_pages(config: DecoderConfig, lines: Sequence[Line], cache_dtype: str | None) -> int:
+    """Return the pages for the longest requests that may be there at once, if they fit."""
+
+    def pages(line: Line) -> int:
+        more = line.sampling.max_tokens or config.context
+        return -(-min(len(line.tokens) + more, config.context) // PAGE_SIZE)
+
+    each = sorted((n for x in lines for n in [pages(x)] * x.sampling.samples), reverse=True)
+    needed = sum(each[:MAX_REQUESTS])
+    memory = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return needed
+    size = jnp.dtype(cache_dtype or config.compute_dtype).itemsize
+    scale = 4 if size == 1 else 0
+    page = (
+        PAGE_SIZE * config.num_layers * 2 * config.num_kv_heads * (config.head_dim * size + scale)
+    )
+    free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
+    return max(min(needed, int(SHARE * free) // page), each[0])
+
+
+def write_answers(
+    flags: argparse.Namespace, source: Source, lines: Sequence[Line], say: Callable[[str], None]
+) -> None:
+    """Write a line for each answer, in the order in which they end.
+
+    Raises:
+        UserError: A request does not fit the model or the memory, or the file cannot be written.
+    """
+    count = sum(line.sampling.samples for line in lines)
+    slots = min(MAX_REQUESTS, count)
+    decoded = slots * (1 + max(flags.drafts, 0))
+    try:
+        engine = Engine(
+            source.model,
+            source.tokens,
+            pages=count_pages(source.model.config, lines, flags.cache),
+            page_size=PAGE_SIZE,
+            cache_dtype=flags.cache,
+            max_requests=slots,
+            max_tokens_per_step=max(MAX_TOKENS, 1 << decoded.bit_length()),
+            drafts=flags.drafts,
+        )
+        names = {engine.submit(line.tokens, line.sampling): line.id for line in lines}
+        start, tokens = time.perf_counter(), 0
+        with _opened(flags.out) as file:
+            shown = file is not sys.stdout and sys.stderr.isatty()
+            with progress_bar(count, shown) as bar:
+                while engine.busy:
+                    ended = [answer for answer in engine.step() if answer.end is not None]
+                    for answer in ended:
+                        fields = {"id": names[answer.id], "sample": answer.sample}
+                        fields |= {"text": answer.text, "end": answer.end}
+                        fields["tokens"] = len(answer.tokens)
+                        fields["log_probability"] = round(sum(answer.log_probabilities), 4)
+                        tokens += len(answer.tokens)
+                        file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+                    file.flush()
+                    bar.update(len(ended))
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(message_with_flags(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            "the weights and the pages must fit the device's memory; got too many: share them by "
+            "--devices, or let --cache be int8."
+        ) from None
+    seconds = time.perf_counter() - start
+    say(
+        f"wrote {count} answers of {tokens} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} a "
+        "second), compiling included"
+    )
+    if engine.preemptions:
+        say(f"{engine.preemptions} texts were read again, because the memory had no more pages")
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path | None) -> Iterator[TextIO]:
+    """Give the file to write, which is the standard output without a path."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out must be a file to write; got {path}: {why(error)}.") from None
+    with file:
+        yield file
