@@ -18,6 +18,9 @@ from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
 from pallas_flash._problem.paged import PagedProblem
 
+# Auto-selection picks the first that serves the call. "mosaic" has not been timed.
+AUTO = ("triton",)
+
 
 def paged_attention(
     query: Float[Array, "tokens N H"] | Float[Array, "R T N H"],
@@ -79,8 +82,9 @@ def paged_attention(
     Args: Execution
         return_lse: also return the LSE, float32; -inf where a query sees no key.
         implementation: "triton" are kernels for NVIDIA GPUs, "interpret" the same kernels in
-            Pallas's interpreter, "xla" plain JAX, "reference" the dense definition. None is
-            "triton" where it serves the call, else "xla".
+            Pallas's interpreter, "mosaic" a kernel for Hopper GPUs that serves float16 and
+            bfloat16 in pages of a multiple of 16 tokens, "xla" plain JAX, "reference" the dense
+            definition. None is "triton" where it serves the call, else "xla".
 
     Returns:
         The output, of the shape of `query` with head dim V; with `return_lse` a pair of it and the
@@ -136,20 +140,22 @@ def paged_attention(
 
 def _resolve(problem: PagedProblem, asked: str | None) -> str:
     """Return the implementation of the call."""
-    why_not = limits.paged_limits(problem, asked)
+    names = AUTO if asked is None else (asked,)
+    why_not = {name: limits.paged_limits(problem, name) for name in names}
+    if serving := [name for name in names if not why_not[name]]:
+        return serving[0]
+    why = why_not[names[-1]]
     if asked is None:
-        if why_not and device.target().nvidia:
+        if device.target().nvidia:
             warnings.warn(
-                f'pallas_flash.paged_attention falls back to the slower "xla": {why_not}',
-                stacklevel=3,
+                f'pallas_flash.paged_attention falls back to the slower "xla": {why}', stacklevel=3
             )
-        return "xla" if why_not else "triton"
-    if why_not:
-        raise NotImplementedError(
-            f"`implementation` must be one that serves the call; got {asked!r}. {why_not} Use "
-            f'"{"triton" if asked == "mosaic" else "xla"}".'
-        )
-    return asked
+        return "xla"
+    by_triton = asked == "mosaic" and not limits.paged_limits(problem, "triton")
+    raise NotImplementedError(
+        f"`implementation` must be one that serves the call; got {asked!r}. {why} Use "
+        f'"{"triton" if by_triton else "xla"}".'
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -193,6 +199,10 @@ def _compute(problem: PagedProblem, implementation: str):
     if implementation == "xla":
         return on_one_device(xla_paged.forward, problem)
     # Imported when needed, because the package works without it.
+    if implementation == "mosaic":
+        from pallas_flash._backends.mosaic import paged as mosaic_paged
+
+        return on_one_device(jax.custom_batching.sequential_vmap(mosaic_paged.forward), problem)
     from pallas_flash._backends.triton import paged_kernel
 
     run = functools.partial(paged_kernel.forward, interpret=implementation == "interpret")

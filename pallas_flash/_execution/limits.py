@@ -28,6 +28,10 @@ MOSAIC_HEAD_DIMS = 576, 512
 # Copies of "mosaic" take rows of 16 bytes, and so head dims that are multiples of this.
 MOSAIC_HEAD_DIM_UNIT = 8
 
+# With pages of "mosaic": page sizes are multiples of this, because smaller copies are too many, and
+# all heads of a group are rows of one query tile.
+MOSAIC_PAGE_UNIT, MOSAIC_GROUPS = 16, 64
+
 
 def not_on_gpu(problem: Problem, target: Target) -> dict[str, str]:
     """Return why "triton" and "mosaic" do not serve a problem on a device, by name."""
@@ -116,14 +120,7 @@ def _mosaic_device_limits(target: Target) -> list[str]:
 
 def _mosaic_limits(p: Problem) -> list[str]:
     """Return why kernels for Hopper do not serve a problem that others may; whole sentences."""
-    limits = []
-    if p.dtype.itemsize != 2:
-        limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
-    if p.head_dim % MOSAIC_HEAD_DIM_UNIT or p.value_dim % MOSAIC_HEAD_DIM_UNIT:
-        limits.append(
-            f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve "
-            f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
-        )
+    limits = _mosaic_operand_limits(p)
     most, most_of_values = MOSAIC_HEAD_DIMS
     if p.head_dim > most or p.value_dim > most_of_values:
         limits.append(
@@ -142,12 +139,41 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def paged_limits(p: PagedProblem, implementation: str | None) -> str:
-    """Return why an implementation (None: "triton") does not serve a paged call, or ""."""
+def _mosaic_operand_limits(p: Problem | PagedProblem) -> list[str]:
+    """Return why kernels for Hopper do not serve a problem by its dtype or head dims."""
+    limits = []
+    if p.dtype.itemsize != 2:
+        limits.append(f"Got {p.dtype.name}, and they serve float16 and bfloat16.")
+    if p.head_dim % MOSAIC_HEAD_DIM_UNIT or p.value_dim % MOSAIC_HEAD_DIM_UNIT:
+        limits.append(
+            f"Got head dims of {p.head_dim} and {p.value_dim} (of values), and they serve "
+            f"multiples of {MOSAIC_HEAD_DIM_UNIT}."
+        )
+    return limits
+
+
+def _mosaic_paged_limits(p: PagedProblem) -> list[str]:
+    """Return why kernels for Hopper do not serve a paged call; whole sentences."""
+    limits = [*_mosaic_operand_limits(p), *_head_dim_limits(p)]
+    if (size := p.requests.page_size) % MOSAIC_PAGE_UNIT:
+        limits.append(f"Got pages of {size} keys, and they serve multiples of {MOSAIC_PAGE_UNIT}.")
+    if p.groups > MOSAIC_GROUPS:
+        limits.append(
+            f"Got {p.groups} query heads for a key head, and with pages they serve up to "
+            f"{MOSAIC_GROUPS}."
+        )
+    quantised = [x.dtype.name for x in (p.key_pages, p.value_pages) if x.dtype != p.dtype]
+    if quantised:
+        limits.append(f"Got pages of {quantised[0]}, and they serve pages in the query's dtype.")
+    return limits
+
+
+def paged_limits(p: PagedProblem, implementation: str) -> str:
+    """Return why an implementation does not serve a paged call, or ""."""
     if implementation in ("xla", "reference"):
         return ""
     if implementation == "mosaic":
-        return "The kernels in Mosaic GPU read no pages."
+        return " ".join(_mosaic_device_limits(device.target()) or _mosaic_paged_limits(p))
     pages = [p.key_pages, p.value_pages]
     here = _jax_limits()
     if implementation != "interpret":

@@ -11,7 +11,7 @@ with a range of key tiles. All of this is computed from traced arrays, and all s
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,11 @@ class PagedProblem(Sizes):
     precision: Any = dataclasses.field(metadata=STATIC)
     any_scale: bool = dataclasses.field(metadata=STATIC)
 
+    # A `Problem` may have these.
+    bias: ClassVar[None] = None
+    dropout: ClassVar[None] = None
+    max_logits: ClassVar[bool] = False
+
     @property
     def batch(self) -> int:
         return self.requests.count
@@ -232,6 +237,9 @@ class PagedProblem(Sizes):
         )
 
 
+AnyProblem = Problem | PagedProblem
+
+
 class RowTiles(NamedTuple):
     """The row tiles of a call, and their key tiles. Tiles that do not exist have no rows.
 
@@ -253,9 +261,14 @@ class RowTiles(NamedTuple):
     ranges: Any
 
     @classmethod
-    def from_problem(cls, p: PagedProblem, block: int, kv: Tiling, rows=(0, None)) -> "RowTiles":
-        """Return the tiles of the requests that have more than rows[0] and at most rows[1] rows."""
-        (more_than, at_most), groups = rows, p.groups
+    def from_problem(
+        cls, p: PagedProblem, block: int, kv: Tiling, rows=(0, None), groups: int | None = None
+    ) -> "RowTiles":
+        """Return the tiles of the requests that have more than rows[0] and at most rows[1] rows.
+
+        A query has a row for each of `groups` heads, by default for all that share keys.
+        """
+        (more_than, at_most), groups = rows, groups or p.groups
         total, most = p.tokens * groups, p.q_len * groups
         at_most = most if at_most is None else min(at_most, most)
         requests = min(p.batch, total // (more_than + 1))
@@ -274,13 +287,19 @@ class RowTiles(NamedTuple):
         first_row = (tile - (stops - tiles)[request]) * np.int32(block)
         num_rows = xp.where(owner < p.batch, num_rows[request], np.int32(0))
 
-        last_row = xp.minimum(first_row + np.int32(block), num_rows) - np.int32(1)
-        first, last = (_div(x, groups) for x in (first_row, last_row))
-        outer = _OwnTiles(first, last, len(tile))
-        ranges = p.band(p.requests.offset[request]).kv_range(outer, kv)  # pyright: ignore[reportArgumentType]
-        ranges = blocks.intersect([ranges], outer, kv)[:, 0]  # pyright: ignore[reportArgumentType]
-        ranges = jnp.where((num_rows > 0)[:, None], ranges, 0)
+        ranges = _ranges(p, kv, request, first_row, num_rows, block, groups)
         return cls(block, stops - tiles, request, first_row, num_rows, ranges)
+
+    def slices(self, p: PagedProblem, kv: Tiling, count: int) -> jax.Array:
+        """Return the ranges of `count` slices of each tile, int32 [tiles, count, 4].
+
+        The rows of these tiles are queries.
+        """
+        block, tiles = self.block // count, len(self.first_row)
+        tile, number = np.divmod(np.arange(tiles * count, dtype=np.int32), np.int32(count))
+        request, first_row, num_rows = (x[tile] for x in self[2:5])
+        ranges = _ranges(p, kv, request, first_row + number * block, num_rows, block, 1)
+        return ranges.reshape(tiles, count, 4)
 
     def work(self, p: PagedProblem, count: int, splits: int, least: int) -> "Work":
         """Return `count` work tiles: each row tile's key tiles in nearly equal splits.
@@ -322,6 +341,17 @@ class RowTiles(NamedTuple):
         exists = exists[:, None] & mine
         row = row - _div(row, block) * np.int32(block)
         return inside.reshape(-1), row.reshape(-1), exists.reshape(-1)
+
+
+def _ranges(p: PagedProblem, kv: Tiling, request, first_row, num_rows, block: int, groups: int):
+    """Return the key tiles that blocks of rows visit, as `RowTiles.ranges`."""
+    xp = _namespace(num_rows)
+    last_row = xp.minimum(first_row + np.int32(block), num_rows) - np.int32(1)
+    first, last = (_div(x, groups) for x in (first_row, last_row))
+    outer = _OwnTiles(first, last, len(first_row))
+    ranges = p.band(p.requests.offset[request]).kv_range(outer, kv)  # pyright: ignore[reportArgumentType]
+    ranges = blocks.intersect([ranges], outer, kv)[:, 0]  # pyright: ignore[reportArgumentType]
+    return jnp.where((first_row < num_rows)[:, None], ranges, 0)
 
 
 class Work(NamedTuple):

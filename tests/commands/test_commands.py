@@ -14,7 +14,7 @@ import pytest
 from support import children
 from support.repository import assert_none
 
-from scripts.benchmarks import bench_attention, run
+from scripts.benchmarks import bench_attention, bench_pages, run
 from scripts.maintenance import inspect_kernels
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -133,9 +133,16 @@ INSPECT = {
     "--json=": "--json: must be a path; got ''",
     "--dump empty": "--dump must be a folder, or a new one; got the file empty.",
 }
+PAGES = {
+    "--peers nobody": "--peers must be among triton, mosaic, xla, cudnn and mosaic=W,KEYS,STAGES; ",
+    "--peers triton=2,64,2": "got 'triton=2,64,2'.",
+    "--heads 3 --kv-heads 2": "--heads must be a multiple of --kv-heads; got 3 and 2.",
+    "--cases huge": "invalid choice: 'huge'",
+}
+OF_MODULES = (bench_attention, BENCH), (bench_pages, PAGES), (inspect_kernels, INSPECT)
 TABLE = [
     (module.main, words, fragment)
-    for module, rows in ((bench_attention, BENCH), (inspect_kernels, INSPECT))
+    for module, rows in OF_MODULES
     for words, fragment in rows.items()
 ]
 

@@ -142,7 +142,8 @@ CALLS = {
         dict(implementation="mosaic"),
         NotImplementedError,
         "`implementation` must be one that serves the call; got 'mosaic'. The kernels in Mosaic "
-        'GPU read no pages. Use "triton".',
+        "GPU need a GPU of compute capability 9.0 (H100, H200, GH200), and the device is cpu. Use "
+        '"xla".',
     ),
     "no GPU": (
         dict(implementation="triton"),

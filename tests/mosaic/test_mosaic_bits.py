@@ -7,6 +7,7 @@ knows neither the order of a reduction in a card nor what the compiler fuses: se
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from support import cases
 from support import mosaic_emulator as emulator
 from support.mosaic_cases import checked, on_sms
 
+from pallas_flash._arguments.paged import validate
 from pallas_flash._autodiff.vjp import public_rows
 from pallas_flash._backends import mosaic
-from pallas_flash._backends.mosaic import decode_kernel
+from pallas_flash._backends.mosaic import decode_kernel, paged
 from pallas_flash._problem.tile_sizes import DecodeTile, ForwardTile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
@@ -179,3 +181,34 @@ def test_splits_change_bits(monkeypatch):
         return rows([q[:, -1:], k, v], DecodeTile(), query_offset=T - 1)
 
     assert differ(decoded(1), decoded(2)) > 0
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_of_pages_have_the_same_bits(splits, monkeypatch):
+    """Without KV splits: a chunk, a token and drafts in one step, as in a forward without pages."""
+    on_sms(monkeypatch, 2)
+    monkeypatch.setattr(paged, "num_splits", lambda *_: splits)
+    q = jax.random.normal(jax.random.key(0), (T, 4, 64), jnp.bfloat16)
+    k, v = jax.random.normal(jax.random.key(1), (2, T, 1, 64), jnp.bfloat16)
+    pages = jax.random.permutation(jax.random.key(2), 25)[: -(-T // 16)].astype(jnp.int32)
+    cache = [
+        jnp.zeros((25, 16, 1, 64), x.dtype)
+        .at[pages]
+        .set(jnp.pad(x, ((0, -T % 16), (0, 0), (0, 0))).reshape(-1, 16, 1, 64))
+        for x in (k, v)
+    ]
+    names = "key_scales", "value_scales", "scale", "local_window_size", "logits_soft_cap"
+    names += "sinks", "alibi_slopes", "precision"
+    rows, lengths = np.r_[100:220, 299, 290:298], jnp.int32([220, 300, 298])
+    requests = lengths, jnp.stack([pages] * 3), jnp.int32([0, 120, 121, 129])
+    options = dict.fromkeys(names) | dict(return_lse=True, implementation=None)
+    problem = validate(q[rows], *cache, *requests, **options)
+    with emulator.emulated(pytest.MonkeyPatch(), emulator.matrix_units):
+        results = paged.forward(problem)
+        call = checked((q[None], k[None], v[None]), dict(is_causal=True))
+        o, log_sum = mosaic.forward(call, TileSizes(forward=TILE))
+    different = [
+        (np.asarray(x) != np.asarray(y)[0, rows]).any()
+        for x, y in zip(results, (o, public_rows(log_sum)[0]), strict=True)
+    ]
+    assert any(different) == (splits > 1)

@@ -331,7 +331,7 @@ def test_dynamic_schedule_groups_heads_by_cache(batch, heads, side, tiles, own_h
     places = [tuple(x) for x in items[:, :3].tolist()]
     assert sorted(places) == list(itertools.product(*map(range, (batch, heads, tiles))))
     for numbers in items[:, : len(scheduler.WorkTile.columns(0))].tolist():
-        b, h, tile, blocks, visited = scheduler.WorkTile.unpack(numbers)
+        b, h, tile, blocks, visited, _ = scheduler.WorkTile.unpack(numbers)
         row = (b * shape[1] + (h if own_heads else 0)) * tiles + tile
         count = stop[tile] - start[tile]
         assert blocks.first == (row if listed else stop[tile] - 1)

@@ -113,20 +113,53 @@ def test_what_each_thread_keeps(aligned, monkeypatch, tmp_path):
         ptx.store_fragments(ptx.where(kept, ones, 0.0), ref.at[0])
 
     found = np.zeros((ptx.groups(shape[1]), *ptx.OF_GROUP), np.float32)
-    call = functools.partial(
-        common.launch,
-        kernel,
-        outputs=[(found.shape, found.dtype)],
-        memory={},
-        grid=dict(cta=1),
-        warpgroups=1,
-        static=aligned,
-    )
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    gpu_compiler.compile_for("h200", lambda x: call((x,)), (seed,), tmp_path)
-    [file] = tmp_path.rglob("*.ptx")
-    ptx_threads.execute(file.read_text(), [seed, found])
+    run_threads(kernel, seed, [found], aligned, monkeypatch, tmp_path)
     rows = ptx.unfold(jnp.asarray(found)[None, None, None])[0, :, 0]
     queries, keys = jnp.arange(64)[None] + first_query, jnp.arange(64)[:, None] + first_key
     wanted = Dropout(jnp.asarray(seed), rate=0.3).kept(b, h, queries, keys)
     np.testing.assert_array_equal(rows, wanted)
+
+
+def run_threads(kernel, numbers, results, static, monkeypatch, folder):
+    """Compile `kernel(numbers, *results, static=static)`, and run the PTX of its warpgroup."""
+    call = functools.partial(
+        common.launch,
+        kernel,
+        outputs=[(x.shape, x.dtype) for x in results],
+        memory={},
+        grid=dict(cta=1),
+        warpgroups=1,
+        static=static,
+    )
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    gpu_compiler.compile_for("h200", lambda x: call((x,)), (numbers,), folder)
+    [file] = folder.rglob("*.ptx")
+    ptx_threads.execute(file.read_text(), [numbers, *results])
+
+
+@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing() or "is here")
+@pytest.mark.parametrize("room", [1, 8, 64])
+def test_where_each_thread_stores_rows(room, monkeypatch, tmp_path):
+    """A tile of 32 and of 16 bits, and a number a row, of which some rows are not stored."""
+
+    def kernel(numbers, *refs, static):
+        at = [common.plgpu.load(numbers.at[i]) for i in range(4)]
+        row, column = (ptx.positions((64, 16), axis, jnp.int32(0)) for axis in (0, 1))
+        x = (row * 16 + column).astype(jnp.float32)
+        for stored, ref in zip((x, x.astype(jnp.bfloat16), jnp.max(x, axis=1)), refs, strict=True):
+            ptx.store_rows(stored, ref, *at, room=static)
+
+    rows, columns = 64 // room + 2, room + 4
+    first, column = 1, 3
+    stop, stop_column = first + max(1, 64 // room - 1), column + max(1, room - 1)
+    numbers = np.int32([first, stop, column, stop_column])
+    x = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+    kinds = (16, np.float32), (16, jnp.bfloat16), (1, np.float32)
+    found = [np.zeros((rows, columns, n)[: 3 if n > 1 else 2], dtype) for n, dtype in kinds]
+    run_threads(kernel, numbers, found, room, monkeypatch, tmp_path)
+    for got, stored in zip(found, (x, x.astype(jnp.bfloat16), x.max(axis=1)), strict=True):
+        want = np.zeros_like(got)
+        for i, j in np.ndindex(64 // room, room):
+            if first + i < stop and column + j < stop_column:
+                want[first + i, column + j] = stored[i * room + j]
+        np.testing.assert_array_equal(got, want)

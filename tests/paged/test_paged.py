@@ -59,11 +59,24 @@ ON_A_GPU = [
 ]
 
 
+ON_HOPPER = [x for x in ON_A_GPU if x.dtype != "float32" and not x.cache] + [
+    dataclasses.replace(CONFIGS[1], name=f"groups-{n}", page_size=48, heads=(2 * n, 2), dims=x)
+    for n, x in ((1, (128, 64)), (7, (64, 128)))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", ON_A_GPU, ids=str)
-def test_random_schedules_on_a_gpu(config):
+@pytest.mark.parametrize(
+    ("config", "implementation"),
+    [*((x, "triton") for x in ON_A_GPU), *((x, "mosaic") for x in ON_HOPPER)],
+    ids=str,
+)
+def test_random_schedules_on_a_gpu(config, implementation, monkeypatch):
     assert jax.default_backend() == "gpu", "`-m gpu` needs a GPU and a JAX that sees it."
-    run(config, "triton", range(10))
+    if implementation == "mosaic":
+        # Several K/V blocks, and KV splits of them.
+        monkeypatch.setattr(paged_cases, "ROOM", 4096)
+    run(config, implementation, range(10))
 
 
 def each_byte(implementation, cache, head_dim):

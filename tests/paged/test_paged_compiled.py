@@ -1,9 +1,14 @@
 """Compiled for an H200 that is not here: no copy of a cache, no spills, loads that overlap."""
 
+import functools
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support import cases
 
 import pallas_flash
 from scripts.maintenance.inspection import gpu_compiler
@@ -40,10 +45,16 @@ def arguments(head_dim, page_size, cache, *, tokens, dtype=jnp.bfloat16, new=Fal
     return pages, pages, query, requests, scales
 
 
-def attend(key_pages, value_pages, query, requests, scales):
+def attend(key_pages, value_pages, query, requests, scales, implementation="triton", **options):
     return pallas_flash.paged_attention(
-        query, key_pages, value_pages, *requests, **scales, implementation="triton"
+        *(query, key_pages, value_pages, *requests),
+        **scales,
+        implementation=implementation,
+        **options,
     )
+
+
+by_mosaic = functools.partial(attend, implementation="mosaic")
 
 
 def append(key_pages, value_pages, new, requests, scales):
@@ -67,11 +78,15 @@ def cache_shapes(pages):
 CACHES = [jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=lambda x: jnp.dtype(x).name)
-def test_pages_are_read_in_place(cache):
+@pytest.mark.parametrize(
+    ("cache", "call"),
+    [*((x, attend) for x in CACHES), (jnp.bfloat16, by_mosaic)],
+    ids=["bfloat16", "int8", "float8", "mosaic"],
+)
+def test_pages_are_read_in_place(cache, call):
     """The kernel gets the arguments themselves, and nothing of their size exists besides."""
     shapes = arguments(64, 64, cache, tokens=REQUESTS)
-    program = compiled(attend, shapes)
+    program = compiled(call, shapes)
     text, wanted = program.as_text(), cache_shapes(shapes[0])
     made = [x for x in text.splitlines() if f"{wanted}{{" in x.partition("=")[2].partition("(")[0]]
     assert made and all("parameter(" in x for x in made), made
@@ -113,3 +128,54 @@ def test_kernels_do_not_spill(case):
     few = kernels[0]
     assert few.shared_bytes > 2 * 2 * few.tile[1] * head_dim * jnp.dtype(cache).itemsize
     assert few.ctas_per_core >= 2
+
+
+def of_hopper(head_dim, page_size, **options):
+    """The kernel of a call by "mosaic", and its loops over partial and over full blocks."""
+    shapes = arguments(head_dim, page_size, jnp.bfloat16, tokens=TOKENS)
+    call = functools.partial(by_mosaic, **options)
+    [kernel] = [x for x in compile_kernels(call, *shapes) if x.is_mosaic]
+    return kernel, kernel.loops
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "option"),
+    cases.default(
+        [(128, 16, "")],
+        [
+            *itertools.product((64, 128, 256), (16, 64, 128), [""]),
+            *itertools.product((64, 128, 256), (16,), ("window", "cap", "slopes")),
+        ],
+    ),
+)
+def test_kernel_for_hopper_does_not_spill(head_dim, page_size, option):
+    """Nor does a row depend on which loop computes a block: both have the same arithmetic."""
+    options = {
+        "": {},
+        "window": dict(local_window_size=100, sinks=jnp.ones(N)),
+        "cap": dict(logits_soft_cap=30.0),
+        "slopes": dict(alibi_slopes=jnp.ones(N)),
+    }
+    kernel, loops = of_hopper(head_dim, page_size, **options[option])
+    assert kernel.stack_bytes == 0 and not kernel.unset and len(loops) == 2
+    for loop in loops:
+        assert loop.spills == 0 and loop.opcodes["WARPGROUP.DEPBAR"] == 2, loop.order
+    full, partial = ({x: loop.opcodes[x] for x in ARITHMETIC} for loop in loops)
+    assert full == partial or option == "cap"
+
+
+ARITHMETIC = "FADD", "FMUL", "FFMA", "FMNMX", "MUFU.EX2"
+
+
+def test_layers_share_the_schedule():
+    """It is made once, and no layer copies more of it than a counter."""
+
+    def two_layers(key_pages, value_pages, query, requests, scales):
+        query = by_mosaic(key_pages, value_pages, query, requests, scales)
+        return by_mosaic(value_pages, key_pages, query, requests, scales)
+
+    text = compiled(two_layers, arguments(128, 16, jnp.bfloat16, tokens=TOKENS)).as_text()
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r"\(s32\[1,1\]\S* f32\S* f32\S* f32\S* custom-call\(", entry)) == 2
+    assert set(re.findall(r"= s32\[\d+,32\]\S* (\S+)\(", entry)) <= {"constant", "fusion"}
+    assert set(re.findall(r"= s32\[(\S*)\]\S* copy\(", entry)) == {"1,1"}

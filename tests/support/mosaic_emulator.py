@@ -98,6 +98,7 @@ class Shared:
     dtype = property(lambda self: self.array.dtype)
     T = property(lambda self: Shared(self.array.T))
     transpose = lambda self, axes: Shared(self.array.transpose(axes))  # noqa: E731
+    reshape = lambda self, *shape: Shared(self.array.reshape(shape))  # noqa: E731
     at = property(lambda self: At(self._part))
 
     def _part(self, index):
@@ -647,12 +648,14 @@ def send_tile(source, ref, barriers, n, rank, width):
     send(source.read, ref, barriers, n, rank)
 
 
-def store_rows(x, ref, first):
-    rows = ref.array[ref.index]
-    if not 0 <= number(first) < len(rows):
-        raise EmulationError(f"stores from row {number(first)} of {len(rows)}")
-    rows = rows[number(first) :][:64]
-    rows[...] = np.asarray(x)[: len(rows)]
+def store_rows(x, ref, first, stop, column, stop_column, *, room):
+    rows, x = ref.array[ref.index], np.asarray(x)
+    place = number(first) + np.arange(64) // room, number(column) + np.arange(64) % room
+    exists = (place[0] < number(stop)) & (place[1] < number(stop_column))
+    place = tuple(i[exists] for i in place)
+    if any(((i < 0) | (i >= n)).any() for i, n in zip(place, rows.shape, strict=False)):
+        raise EmulationError(f"stores at {place} of {rows.shape}")
+    rows[place] = x[exists]
 
 
 def store_zeros(ref, first, head, rows):

@@ -5,6 +5,7 @@ Emulated kernels do not show which thread has what, or which one gives it to whi
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 
 THREADS = np.arange(128, dtype=np.uint32)
@@ -34,12 +35,16 @@ INSTRUCTIONS = {
     "shl": np.left_shift,
     "shr.u": np.right_shift,
     "add": np.add,
-    "mul.wide.u32": lambda a, b: a.astype(np.uint64) * b,
+    "mul.wide": lambda a, b: a.astype(np.uint64) * b,  # No number is negative.
+    "cvt.s64": lambda a: a.astype(np.uint64),
+    "cvt.rn.f32.u": lambda a: a.astype(np.float32).view(np.uint32),
+    "cvt.rn.bf16.u": lambda a: a.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32),
+    "max.NaN": lambda a, b: np.maximum(a.view(np.float32), b.view(np.float32)).view(np.uint32),
     "bfe.u32": lambda a, first, count: a >> first & (1 << count) - 1,
     "setp.eq": np.equal,
     "setp.ne": np.not_equal,
     "setp.gt.u": np.greater,
-    "setp.lt.u": np.less,
+    "setp.lt": np.less,
     "selp": lambda a, b, condition: np.where(condition, a, b),
     "prmt": permuted,
     "shfl.sync.bfly": lambda a, apart, *_: a[THREADS ^ apart],
@@ -66,6 +71,8 @@ def execute(text: str, arguments: list):
         return memory[int(first[0]) // size], first % np.uint64(size) // np.uint64(4) + np.uint64(i)
 
     for statement in re.split(r"[;\n]", body):
+        condition, statement = re.fullmatch(r"\s*(?:@(\S+))?(.*)", statement).groups()
+        stores = registers[condition] if condition else np.ones(len(THREADS), bool)
         instruction, *rest = statement.strip(" \t{}").split(None, 1)[:2] or [""]
         if not rest or instruction.startswith(IGNORED):
             continue
@@ -74,12 +81,16 @@ def execute(text: str, arguments: list):
             number = int(names[0].rpartition("_")[2])
             registers[first] = np.full(len(THREADS), number * size, np.uint64)
         elif instruction.startswith("ld.global"):
-            array, at = place(names[0])
-            registers[first] = array[at]
+            for i, name in enumerate([first, *names[:-1]]):
+                array, at = place(names[-1], i)
+                registers[name] = array[at]
         elif instruction.startswith("st.global"):
             for i, name in enumerate(names):
                 array, at = place(first, i)
-                array[at] = value(name)
+                array[at[stores]] = value(name)[stores]
+        elif instruction == "mov.b32" and names[1:]:
+            low, high = map(value, names)
+            registers[first] = low | high << np.uint32(16)
         elif instruction == "mov.b64":
             for i, half in enumerate((first, names[0])):
                 registers[half] = (registers[names[1]] >> np.uint64(32 * i)).astype(np.uint32)

@@ -80,6 +80,7 @@ from pallas_flash._backends.mosaic.score_mask import (
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import kept, rescaled
 from pallas_flash._problem.features import CallFeatures
+from pallas_flash._problem.paged import AnyProblem
 from pallas_flash._problem.problem import Problem, SplitOutput
 from pallas_flash._problem.scores import LOG2E
 from pallas_flash._problem.tile_sizes import DecodeTile
@@ -313,7 +314,9 @@ class DecodeConsumer:
         result = split * w + self.warpgroup
         results = acc, m.m, l, *jax.tree.leaves(m.exact)
         for x, ref in zip(results, self.result_refs, strict=True):
-            ptx.store_rows(x, ref.at[self.work_tile.b, result, self.work_tile.h], first_row)
+            heads = ref.at[self.work_tile.b, result]
+            place = self.work_tile.h, self.work_tile.h + 1, first_row, jnp.int32(config.num_rows)
+            ptx.store_rows(x, heads, *place, room=ptx.ROWS)
 
     def step(self, j, state, first_row, *, partial: bool):
         """Add the j-th block."""
@@ -454,14 +457,22 @@ def num_splits(p: Problem, batch: int, kv: Tiling, tile: DecodeTile, *, known: b
     # To start a split takes about as long as a block.
     extra = 1 + 2 * result_bytes / block_bytes
 
-    def time(splits: int) -> float:
-        """Return the time of the CTA that has most, in blocks."""
-        return -(-row_tiles * splits // scheduler.NUM_SMS) * (kv.count / splits + extra)
-
     most = max(1, min(kv.count // MIN_BLOCKS_OF_A_SPLIT, 4 * scheduler.NUM_SMS))
     # Then every SM has splits of every batch element, whatever its length.
     least = 1 if known else min(most, -(-scheduler.NUM_SMS * batch // row_tiles))
-    return min(range(least, most + 1), key=time)
+    return best_splits(row_tiles, kv.count, extra, range(least, most + 1))
+
+
+def best_splits(work_tiles: int, blocks: int, extra: float, splits: range) -> int:
+    """Return the splits of work tiles with which the CTA that has most is done first.
+
+    A split takes as long as its share of the `blocks`, and as `extra` ones.
+    """
+
+    def time(splits: int) -> float:
+        return -(-work_tiles * splits // scheduler.NUM_SMS) * (blocks / splits + extra)
+
+    return min(splits, key=time)
 
 
 def split_entries(entries, splits: int, scattered: bool):
@@ -513,16 +524,10 @@ def combine(p: Problem, acc, m, l, exact=None):
         l: [B, results, K, rows].
         exact: as in `RowMax`, [B, results, K, rows], or None.
     """
-    top = m.max(axis=1)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp2((m - top[:, None]) * (LOG2E if p.large else 1.0))
     sinks = p.sinks
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(p.num_kv_heads, p.groups), (1, p.q_len))[None]
-    row_max = RowMax(top, None if exact is None else exact.max(axis=1))
-    row_max = row_max.shifted(left_out(p.scores))
-    statistics, factor = finish(row_max, (weights * l).sum(axis=1), sinks, large=p.large)
-    o = (weights[..., None] * acc).sum(axis=1) * rescaled(p.dropout, factor)[..., None]
+    o, *statistics = combine_results(p, sinks, acc, m, l, exact)
     apart = p.batch, p.num_kv_heads, p.q_len, p.groups
     o = o.reshape(*apart, p.value_dim).swapaxes(1, 2).reshape(*p.query.shape[:3], p.value_dim)
     statistics = [
@@ -530,6 +535,23 @@ def combine(p: Problem, acc, m, l, exact=None):
     ]
     o = SplitOutput.from_float32(o, p.dtype, split=p.split_output)
     return o, log_sum_of(statistics, large=p.large)
+
+
+def combine_results(
+    p: AnyProblem, sinks, acc, m, l, exact=None, total=lambda x: x.sum(axis=1)
+) -> list:
+    """Return the float32 output and the arrays of `finish`, of arrays of results along axis 1.
+
+    `total` sums along it; the other arguments are as of `combine`, of any rows.
+    """
+    top = m.max(axis=1)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp2((m - top[:, None]) * (LOG2E if p.large else 1.0))
+    row_max = RowMax(top, None if exact is None else exact.max(axis=1))
+    row_max = row_max.shifted(left_out(p.scores))
+    statistics, factor = finish(row_max, total(weights * l), sinks, large=p.large)
+    o = total(weights[..., None] * acc) * rescaled(p.dropout, factor)[..., None]
+    return [o, *statistics]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ THRESHOLD. That is exact: acc, l and the LSE share the shift, whatever it is, an
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from pallas_flash._backends.mosaic.score_mask import (
 )
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import rescaled
+from pallas_flash._problem.paged import AnyProblem
 from pallas_flash._problem.problem import Problem, SplitOutput
 from pallas_flash._problem.scores import LN2, LOG2E, LogSum, with_sink
 
@@ -121,7 +122,7 @@ def log_sum_of(statistics, *, large: bool) -> LogSum:
     return LogSum(m, l_log2, *max_logits)
 
 
-def num_statistics(p: Problem) -> int:
+def num_statistics(p: AnyProblem) -> int:
     """Return how many arrays `finish` returns."""
     return 1 + p.large + p.max_logits
 
@@ -136,6 +137,8 @@ def results_of_rows(options: ElementOptions, h, m: RowMax, l, *, large: bool):
     sinks, shift = options.extras.sinks, left_out(options.extras.scores)
     m = m.shifted(shift) if shift else m
     sink = None if sinks is None else sinks[h]
+    if sink is not None and sink.ndim:  # A row's own, in each column of a tile.
+        sink = jnp.max(sink, axis=1)
     statistics, weight = finish(m, l, sink, large=large)
     return statistics, rescaled(options.extras.dropout, weight)
 
@@ -224,15 +227,15 @@ def from_last_block_or(ref, last_ref, start, first, length, block: int):
 # ------------------------------------------------------------------------------------------------
 
 
-def kv_pipelines(p: Problem, tile, **shared) -> tuple[Pipeline, Pipeline]:
+def kv_pipelines(p: AnyProblem, tile, units: int = 1, **shared) -> tuple[Pipeline, Pipeline]:
     """Return the specifications of the pipelines of keys and of values.
 
-    `shared` are arguments of `Pipeline.spec` beside the copies, a copy for 64 columns.
+    `shared` are arguments of `Pipeline.spec` beside the copies, of which 64 columns have `units`.
     """
 
     def pipeline(columns: int) -> Pipeline:
         smem = common.blocks(p.dtype, tile.stages, rows=tile.block_kv, columns=columns)
-        return Pipeline.spec(smem, tile.stages, copies=smem.shape[1], **shared)
+        return Pipeline.spec(smem, tile.stages, copies=units * smem.shape[1], **shared)
 
     return pipeline(p.head_dim), pipeline(p.value_dim)
 
@@ -279,6 +282,7 @@ def copy_keys_and_values(
     base,
     cluster_size: int = 1,
     beside=lambda i, first_key: None,
+    rows_of=None,
 ):
     """Copy the K/V blocks of a work tile, each to its stage as soon as that is empty.
 
@@ -291,18 +295,25 @@ def copy_keys_and_values(
         base: blocks that this CTA had before.
         cluster_size: CTAs that share the copies.
         beside: starts what else is copied for a block, the i-th one of this CTA.
+        rows_of: where keys are in pages, a function from the first key of a block to the first
+            rows of its units, which are equal shares of it and are copied one by one.
     """
     (count, at), (b, h) = stream, where
     block = k.smem.shape[2]
     lengths, last_v_ref = inputs.lengths or (None, None)
     length = None if lengths is None else plgpu.load(lengths.at[b])
 
-    def one(j, _):
+    def one(j, rows):
         i, first = base + j, at(j) * block
+        # Numbers of pages take time, and so they are loaded a block ahead.
+        following = None if rows_of is None else rows_of(at(j + 1) * block)
 
         def start(pipeline, ref, first):
-            index = b, pl.ds(first, block), h
-            copy(ref, index, pipeline.smem_of(i), pipeline.filled(i), cluster_size)
+            to, firsts = pipeline.smem_of(i), [first] if rows is None else rows
+            unit = block // len(firsts)
+            for n, row in enumerate(firsts):
+                part = to if rows is None else to.at[:, pl.ds(n * unit, unit)]
+                copy(ref, (b, pl.ds(row, unit), h), part, pipeline.filled(i), cluster_size)
 
         beside(i, first)
         k.producer_acquire(i)
@@ -313,8 +324,10 @@ def copy_keys_and_values(
             start_v(inputs.v, first)
         else:
             from_last_block_or(inputs.v, last_v_ref, start_v, first, length, block)
+        return following
 
-    lax.fori_loop(jnp.int32(0), count, one, None)
+    rows = None if rows_of is None else rows_of(at(0) * block)
+    lax.fori_loop(jnp.int32(0), count, one, rows)
 
 
 def run_producer_warps(tiles: scheduler.WorkTiles, keys_and_values: Any, *queries):
@@ -356,7 +369,8 @@ class Inputs(NamedTuple):
         options: the arrays of `Options.operands`.
         streamed: the (q, k) arrays of which tiles are copied; None if the kernel copies none.
         lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
-        schedule: a static schedule, or None.
+        schedule: a static schedule, or a dynamic one whose counter lies elsewhere; else None.
+        pages: the page table, int32 [R, pages of a request], or None.
     """
 
     q: Any
@@ -367,6 +381,7 @@ class Inputs(NamedTuple):
     streamed: Any
     lengths: Any
     schedule: Any
+    pages: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,15 +396,17 @@ class ForwardConfig(common.KernelConfig):
         partial_tail: whether partial blocks may follow full ones.
         streams: the (q, k) arrays of which tiles are copied.
         num_parts: arrays of the output: 2 of a `SplitOutput`, otherwise 1.
+        kind: what describes a work tile, see `scheduler.WorkTiles`.
     """
 
     q: Tiling
     head_dim: int
     value_dim: int
-    query_tiles: scheduler.QueryTiles
+    query_tiles: Any
     partial_tail: bool
     streams: Streams
     num_parts: int
+    kind: ClassVar[Any] = scheduler.WorkTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,13 +458,15 @@ def run_cta(cta: Cta, dynamic_schedule, consumers: int, consume, producer):
 
     Args:
         cta: the CTA.
-        dynamic_schedule: the work tiles of a dynamic schedule, or None.
+        dynamic_schedule: a dynamic schedule or its counter, which is in row 0; or None.
         consumers: how many consumer warpgroups there are.
         consume: function of the CTA, the work tiles and the number of a warpgroup.
         producer: class of the producer warpgroup.
     """
-    schedule = cta.inputs.schedule if cta.smem.work is None else dynamic_schedule
-    tiles = scheduler.WorkTiles(schedule, lax.axis_index("cta"), cta.smem.work)
+    schedule = dynamic_schedule if cta.inputs.schedule is None else cta.inputs.schedule
+    counter = None if dynamic_schedule is None else dynamic_schedule.at[0, 0]
+    where = lax.axis_index("cta"), cta.smem.work, counter
+    tiles = scheduler.WorkTiles(schedule, *where, kind=cta.config.kind)
     warpgroup = lax.axis_index("warpgroup")
     consumes = warpgroup < consumers
     common.when(consumes)(lambda: consume(cta, tiles, warpgroup))

@@ -138,6 +138,7 @@ from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
 from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
+from pallas_flash._problem.paged import AnyProblem
 from pallas_flash._problem.problem import Problem
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -172,7 +173,7 @@ class Smem(NamedTuple):
     ended: Any
 
 
-def scratch(p: Problem, tile: ForwardTile) -> Smem:
+def scratch(p: AnyProblem, tile: ForwardTile) -> Smem:
     """Return the specification of a CTA's shared memory and barriers.
 
     Tiles of masks and of a bias are in it where there is room beside all else.
@@ -197,7 +198,7 @@ def scratch(p: Problem, tile: ForwardTile) -> Smem:
     return smem._replace(bias=common.first_that_fits(smem, _bias_pipelines(p, tile)))
 
 
-def _mask_pipelines(p: Problem, tile: ForwardTile):
+def _mask_pipelines(p: AnyProblem, tile: ForwardTile):
     """Yield pipelines for tiles of mask arrays, as bits."""
     arrays = sum(map(has_pairs, p.mask.leaves))
     # A tile is whole words, and copied for one CTA.
@@ -207,7 +208,7 @@ def _mask_pipelines(p: Problem, tile: ForwardTile):
         yield Pipeline.spec(smem, MASK_STAGES, copies=arrays, consumers=tile.warpgroups)
 
 
-def _bias_pipelines(p: Problem, tile: ForwardTile):
+def _bias_pipelines(p: AnyProblem, tile: ForwardTile):
     """Yield pipelines for tiles of the bias: with as many stages as keys have, or fewer."""
     if p.bias is None or 1 in p.bias.shape[2:]:
         return
@@ -224,6 +225,15 @@ def _bias_pipelines(p: Problem, tile: ForwardTile):
 
 class NarrowConfig(ForwardConfig):
     """The configuration of the kernel, known at compile time."""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a consumer's thread and of a producer's."""
+        return REGISTERS[self.tile.warpgroups]
+
+    def first_row(self, work_tile, query_tile):
+        """Return the first query of one of a work tile's query tiles."""
+        return self.query_tiles.first_row(work_tile.index, query_tile)
 
     def query_tile(self, warpgroup, i):
         """Return which of the i-th work tile's query tiles a warpgroup computes.
@@ -253,14 +263,14 @@ class Block(NamedTuple):
         place: its place in the stream.
         first_key: its first key.
         partial: whether the mask is applied: in partial blocks, and in the first one visited.
-        positions: of queries and of keys, int32 [64, block_kv].
+        at: its head, or each row's, and the positions of queries and of keys; [64, block_kv].
         options: with what was read of the block ahead of the product.
     """
 
     place: Any
     first_key: Any
     partial: bool
-    positions: Any
+    at: Any
     options: ElementOptions
 
 
@@ -304,15 +314,22 @@ class ForwardConsumer(Consumer):
         """Return the j-th block of the stream, and start its reads of device memory."""
         first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
         shape = ptx.ROWS, self.config.kv.block
-        positions = common.positions(shape, self.first_row, first_key)
-        options = self.options.read_ahead(self.work_tile.h, *positions, masked=partial)
-        return Block(j, first_key, partial, positions, options)
+        at = self.heads_and_positions(shape, first_key)
+        options = self.options.read_ahead(*at, masked=partial)
+        return Block(j, first_key, partial, at, options)
+
+    def heads_and_positions(self, shape, first_key):
+        """Return the head, or each row's, and the positions of queries and of keys."""
+        return self.work_tile.h, *common.positions(shape, self.first_row, first_key)
 
     def start_qk(self, j):
         """Start s = q @ k.T of the j-th block."""
         self.smem.k.consumer_wait(self.kv_base + j)
         k = self.smem.k.smem_of(self.kv_base + j)
-        return ptx.product_t(self.queries.smem_of(0), k, self.config.head_dim)
+        # Rows may have two axes there.
+        q = self.queries.smem_of(0)
+        q = q.reshape(q.shape[0], ptx.ROWS, ptx.COLUMNS)
+        return ptx.product_t(q, k, self.config.head_dim)
 
     def wait_qk(self, block: Block, s, *, running: int):
         """Return the block with its bias, and s when at most `running` products still run."""
@@ -326,14 +343,13 @@ class ForwardConsumer(Consumer):
 
     def softmax(self, block: Block, s, m, l):
         """Return p after dropout, in the dtype of the operands, and m, l and alpha."""
-        config, options, h = self.config, block.options, self.work_tile.h
-        s, c = options.logits(s, h, *block.positions, masked=block.partial)
+        config, options = self.config, block.options
+        s, c = options.logits(s, *block.at, masked=block.partial)
         if block.partial:
-            bits = self.read_mask(block.place)
-            s = options.hide(s, h, *block.positions, bits=bits)
+            s = options.hide(s, *block.at, bits=self.read_mask(block.place))
         p, m, l, alpha = softmax(s, c, m, l, large=config.options.large)
         if options.extras.dropout is not None:
-            kept = options.kept(s.shape, h, self.first_row, block.first_key)
+            kept = options.kept(s.shape, self.work_tile.h, self.first_row, block.first_key)
             p = ptx.where(kept, p, 0.0)
         return p.astype(self.smem.k.smem.dtype), m, l, alpha
 
@@ -375,6 +391,7 @@ class ForwardConsumer(Consumer):
         block, s = self.wait_qk(block, s, running=0)
         p, m, l, _ = self.softmax(block, s, m, l)
         self.smem.v.consumer_wait(self.kv_base + visited.start)
+        self.clean_values(block)
         self.release_mask(visited.start, l)
         acc, p, m, l = self.steps((acc, p, m, l), visited._replace(start=visited.start + 1))
         if self.smem.o_sm is not None:
@@ -407,6 +424,9 @@ class ForwardConsumer(Consumer):
         # One loop around both, because a third loop would be a third copy of the code.
         turns = 1 + (visited.tail < visited.stop).astype(jnp.int32)
         return lax.fori_loop(jnp.int32(0), turns, turn, state)
+
+    def clean_values(self, block: Block):
+        """Replace values of the first block that no query sees, if they may hold NaN."""
 
     def no_blocks(self, *state):
         """Take the place of `mainloop` for a query tile that sees no key."""
@@ -493,22 +513,21 @@ class ForwardConsumer(Consumer):
             self.queries.consumer_release(0)
 
 
-def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
-    """Run a consumer warpgroup over all work tiles of its CTA."""
+def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup, kind=ForwardConsumer):
+    """Run a consumer warpgroup, of a class, over all work tiles of its CTA."""
     config = cta.config
     cta.smem.q.pipeline_of_warpgroup(warpgroup).consumer_start()
-    registers, _ = REGISTERS[config.tile.warpgroups]
-    plgpu.set_max_registers(registers, action="increase")
+    plgpu.set_max_registers(config.registers[0], action="increase")
 
     def compute(i, work_tile, bases):
         kv_base, bias_base = bases
         query_tile = config.query_tile(warpgroup, i)
-        consumer = ForwardConsumer(
+        consumer = kind(
             **vars(cta),
             warpgroup=warpgroup,
             work_tile=work_tile,
             query_tile=query_tile,
-            first_row=config.query_tiles.first_row(work_tile.index, query_tile),
+            first_row=config.first_row(work_tile, query_tile),
             options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
             bias_base=bias_base,
@@ -533,8 +552,7 @@ class ForwardProducer(Cta):
     def run(self, tiles: scheduler.WorkTiles):
         """Copy all that the consumers of this CTA need."""
         config = self.config
-        _, registers = REGISTERS[config.tile.warpgroups]
-        plgpu.set_max_registers(registers, action="decrease")
+        plgpu.set_max_registers(config.registers[1], action="decrease")
 
         def warp(w):
             of_warp = tiles if config.streams.bias is None else config.work_tiles(w, tiles)
@@ -557,24 +575,34 @@ class ForwardProducer(Cta):
             full = smem.bits.filled(i)
             config.streams.masks.copy(self.inputs.streamed.bits, *to, b, h, *place, full)
 
+        b, rows_of = self.keys_of(work_tile)
         copy_keys_and_values(
             self.inputs,
             smem.k,
             smem.v,
             stream=(blocks.count, lambda j: blocks.block_at(j, self.inputs.table)),
-            where=(work_tile.b, common.quotient(work_tile.h, config.groups)),
+            where=(b, common.quotient(work_tile.h, config.groups)),
             base=kv_base,
             cluster_size=config.tile.cluster_size,
             beside=load_masks,
+            rows_of=rows_of,
         )
         return kv_base + blocks.count
+
+    def keys_of(self, work_tile) -> tuple[Any, Any]:
+        """Return where keys are on the first axis, and `rows_of` of `copy_keys_and_values`."""
+        return work_tile.b, None
+
+    def queries_of(self, work_tile, first_row) -> tuple:
+        """Return where the queries of a query tile are."""
+        return work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
 
     def load_queries(self, w: int, i, work_tile: scheduler.WorkTile, bias_base):
         """Copy the queries of consumer warpgroup w, and its tiles of the bias."""
         config, pipeline = self.config, self.smem.q.pipeline_of_warpgroup(w)
         pipeline.producer_wait(0)
-        first_row = config.query_tiles.first_row(work_tile.index, config.query_tile(w, i))
-        at = work_tile.b, pl.ds(first_row, ptx.ROWS), work_tile.h
+        first_row = config.first_row(work_tile, config.query_tile(w, i))
+        at = self.queries_of(work_tile, first_row)
         copy(self.inputs.q, at, pipeline.smem_of(0), pipeline.filled(0))
         if config.streams.bias is None:
             return bias_base

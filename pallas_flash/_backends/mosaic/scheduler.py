@@ -516,6 +516,7 @@ class WorkTile(NamedTuple):
         index: number of the work tile within its head.
         kv_blocks: the K/V blocks that stream past the CTA.
         visited: the places that one query tile visits; None for a warp that does not ask.
+        own: what else a kernel needs of it.
     """
 
     b: Any
@@ -523,6 +524,7 @@ class WorkTile(NamedTuple):
     index: Any
     kv_blocks: KvBlocks
     visited: VisitedBlocks | None
+    own: Any = None
 
     @staticmethod
     def columns(query_tile=None) -> list:
@@ -548,6 +550,7 @@ class WorkTiles(NamedTuple):
         schedule: reference to the work tiles of a schedule.
         cta: the number of the CTA, or of its cluster.
         pipeline: see `work_pipeline`.
+        counter: reference to the number of the row of a dynamic schedule to be taken next.
         query_tile: function from the number of a CTA's work tile to which of its query tiles the
             `visited` blocks are wanted of, or to None.
         kind: what describes a work tile: a class with `columns` and `unpack`.
@@ -556,6 +559,7 @@ class WorkTiles(NamedTuple):
     schedule: Any
     cta: Any
     pipeline: Pipeline | None
+    counter: Any = None
     query_tile: Any = lambda i: None
     kind: Any = WorkTile
 
@@ -616,7 +620,7 @@ def _for_each_dynamic(tiles: WorkTiles, body, carry, takes: bool):
 
     def next_row():
         """Return a row that no other CTA has, or the end."""
-        return jnp.minimum(ptx.count_up(tiles.schedule.at[0, 0]), last) if takes else None
+        return jnp.minimum(ptx.count_up(tiles.counter), last) if takes else None
 
     def exists(state):
         _, _, (b, *_), _ = state

@@ -28,7 +28,8 @@ from pallas_flash._jax import compat
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.masks import Mask
 from pallas_flash._problem.operands import Pairs, TileView, is_pairs
-from pallas_flash._problem.problem import Extras, Problem
+from pallas_flash._problem.paged import AnyProblem
+from pallas_flash._problem.problem import Extras
 from pallas_flash._problem.scores import LOG2E, Functions, Scores
 
 plgpu = compat.mosaic_gpu()
@@ -83,7 +84,7 @@ def _laid(scores):
     return plgpu.layout_cast(scores, ptx.WGMMA)
 
 
-def shared_arrays(problem: Problem, mask: Mask):
+def shared_arrays(problem: AnyProblem, mask: Mask):
     """Return the scale and the `Extras` of a problem, with an axis of instances before all others.
 
     An instance is a call that `jax.vmap` has many of, with all batch elements of the call.
@@ -127,7 +128,7 @@ class Options:
 
     @classmethod
     def from_problem(
-        cls, problem: Problem, shared, q: Tiling, kv: Tiling, *, transposed: bool = False
+        cls, problem: AnyProblem, shared, q: Tiling, kv: Tiling, *, transposed: bool = False
     ) -> "Options":
         """Return the options of a problem that is cut into tiles."""
         arrays, structure = jax.tree.flatten(shared)

@@ -4,6 +4,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportOptionalCall=false
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from pallas_flash._backends.mosaic.ptx.registers import (
     pointer_to,
     scalars,
     thread_number,
+    words,
 )
 from pallas_flash._jax import compat
 
@@ -328,46 +330,54 @@ def bits_of_tile(ref, first):
     return emit(ref, first)
 
 
-def store_rows(x, ref, first):
-    """Store the rows of x, float32 [64] or [64, n], that exist in `ref`, from row `first` on.
+def store_rows(x, ref, first, stop, column, stop_column, *, room: int):
+    """Store rows of x, [64] or [64, n], of which each row of `ref` takes `room`, a power of two.
 
     Args:
-        x: one number a row in layout ROW, or a tile in layout WGMMA.
-        ref: device memory, [rows] or [rows, n].
+        x: float32, one number a row in layout ROW, or a tile in layout WGMMA, 16 bits too.
+        ref: device memory, [rows, columns] or [rows, columns, n].
         first: the row of `ref` for the first row of x.
+        stop: the first row of `ref` that is not stored.
+        column: the column of `ref` for the first one of its rows of x.
+        stop_column: the first column that is not stored.
+        room: rows of x for a row of `ref`.
     """
-    rows, width = ref.shape[0], x.shape[1] if x.ndim == 2 else 1
-    each, store = 1, "st.global.f32 [$0], $1;"
-    if width > 1:
-        each, store = 2, "st.global.v2.f32 [$0], {$1, $2};"
+    width, columns, wide = 1 if x.ndim == 1 else x.shape[1], ref.shape[1], x.dtype == jnp.float32
+    # Registers of a row, and of those two neighbouring columns that a thread has in it.
+    each = 2 if wide and width > 1 else 1
+    of_row = max(1, width // 2 * each)
+    store = "st.global.b32 [$0], $1;" if each == 1 else "st.global.v2.f32 [$0], {$1, $2};"
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA if x.ndim == 2 else ROW, plgpu.RefType(), SPLAT))
-    def emit(_, x, ref, first):
-        thread = thread_number()
-        row = arith.addi(first.registers.flat[0], arith.divui(thread, number(4)))
+    @plgpu.inline_mgpu(arg_types=(ROW if x.ndim == 1 else WGMMA, plgpu.RefType(), *[SPLAT] * 4))
+    def emit(_, x, ref, *numbers):
+        first, stop, column, stop_column = (n.registers.flat[0] for n in numbers)
+        less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
         # A warp holds 16 rows; four threads share rows r and r + 8.
-        warp = arith.divui(thread, number(32))
-        row, pair = arith.addi(row, arith.muli(warp, number(8))), arith.remui(thread, number(4))
-        pointer, values = pointer_to(ref), scalars(x)
+        thread = thread_number()
+        warp, pair = arith.divui(thread, number(32)), arith.remui(thread, number(4))
+        row = arith.addi(arith.divui(thread, number(4)), arith.muli(warp, number(8)))
+        values, kind = (scalars(x), f32()) if wide else (words(x), i32())
         for half in range(2):
             mine = arith.addi(row, number(8 * half))
-            exists = arith.cmpi(arith.CmpIPredicate.slt, mine, number(rows))
+            i = arith.addi(first, arith.divui(mine, number(room)))
+            j = arith.addi(column, arith.remui(mine, number(room)))
+            exists = arith.andi(less(i, stop), less(j, stop_column))
             if width == 1:
-                exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, pair, number(0)))
-            at = arith.muli(mine, number(width))
-            if width > 1:
-                at = arith.addi(at, arith.muli(pair, number(2)))
-            place = internals.getelementptr(pointer, [at], f32())
+                exists = arith.andi(exists, less(pair, number(1)))
+            at = arith.addi(arith.muli(_wide(i), _wide(number(columns))), _wide(j))
+            at = arith.muli(at, _wide(number(of_row)))
+            at = arith.addi(at, _wide(arith.muli(pair, number(each))))
+            place = internals.getelementptr(pointer_to(ref), [at], kind)
             for group in range(len(values) // (2 * each)):
                 internals.inline_ptx(
                     store,
-                    internals.getelementptr(place, [8 * group], f32()),
+                    internals.getelementptr(place, [4 * each * group], kind),
                     *values[(2 * group + half) * each :][:each],
                     predicate=exists,
                     has_side_effects=True,
                 )
 
-    emit(x, ref, first)
+    emit(x, ref, first, stop, column, stop_column)
 
 
 def store_zeros(ref, first, head, rows: int):
@@ -384,17 +394,14 @@ def store_zeros(ref, first, head, rows: int):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT))
     def emit(_, ref, first, head):
-        def wide(i):
-            return arith.extsi(ir.IntegerType.get_signless(64), i)
-
         first, head = (x.registers.flat[0] for x in (first, head))
 
         @_for_each_of_threads(rows * stores)
         def _(i):
             row = arith.addi(first, arith.divui(i, number(stores)))
             column = arith.muli(arith.remui(i, number(stores)), number(AT_A_TIME))
-            at = arith.muli(wide(row), wide(number(heads * width)))
-            at = arith.addi(at, wide(arith.addi(arith.muli(head, number(width)), column)))
+            at = arith.muli(_wide(row), _wide(number(heads * width)))
+            at = arith.addi(at, _wide(arith.addi(arith.muli(head, number(width)), column)))
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, number(length))
             place = internals.getelementptr(pointer_to(ref), [at], ir.IntegerType.get_signless(16))
             _store_zeros("global", place, exists)
@@ -424,6 +431,11 @@ def zero_rows(ref, first):
             _store_zeros("shared", place, arith.cmpi(arith.CmpIPredicate.uge, i, stores))
 
     emit(ref, first)
+
+
+def _wide(i):
+    """Return an int32 as an int64."""
+    return arith.extsi(ir.IntegerType.get_signless(64), i)
 
 
 def _bits(rows, shape):

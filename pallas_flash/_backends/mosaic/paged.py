@@ -1,0 +1,339 @@
+"""`paged_attention` by the forward for Hopper: packed query heads, keys and values in pages.
+
+All is as in forward_kernel.py, but for this:
+
+    rows       a query tile has the queries of all heads that share keys, so that keys are read once
+               for them: row r is query r // room of head r % room, where `room` is the next power
+               of two. A copy takes a box of queries x heads. Threads store the rows that exist,
+               because those behind them belong to other requests.
+    pages      are one array [P * page_size, K, H]. A K/V block is copied in units, each of which
+               lies in one page; a full barrier counts the column blocks of each unit.
+    schedule   dynamic: a work tile is a block of queries of one request for a group of heads, the
+               longest ones first. It depends on lengths and on the split of tokens into requests
+               alone, so that the layers of a step share it; each launch has a counter of its own.
+    KV splits  shares of the K/V blocks of each work tile, where these leave SMs idle. Their acc, m
+               and l are combined in ascending order.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_flash._backends.mosaic import common, forward_kernel, ptx, scheduler
+from pallas_flash._backends.mosaic.decode_kernel import (
+    MIN_BLOCKS_OF_A_SPLIT,
+    best_splits,
+    combine_results,
+)
+from pallas_flash._backends.mosaic.forward_common import (
+    Cta,
+    Inputs,
+    kv_pipelines,
+    log_sum_of,
+    num_statistics,
+    results_of_rows,
+    run_cta,
+)
+from pallas_flash._backends.mosaic.pairs import StreamedArrays, Streams
+from pallas_flash._backends.mosaic.pipeline import Pipeline
+from pallas_flash._backends.mosaic.score_mask import Options, shared_arrays
+from pallas_flash._problem.blocks import Tiling
+from pallas_flash._problem.paged import PagedProblem, RowTiles
+from pallas_flash._problem.tile_sizes import ForwardTile
+
+plgpu = common.plgpu
+
+
+def default_tile(p: PagedProblem) -> ForwardTile:
+    """Return the tile of a call, with as many stages as there is room for. None was timed."""
+    width = max(p.head_dim, p.value_dim)
+    keys, stages = (128, 4) if width <= 64 else (128, 3) if width <= 128 else (64, 2)
+    return ForwardTile(2, keys, 0, stages)
+
+
+class RequestRows(NamedTuple):
+    """The numbers that a work tile of one request has in `own`, int32 each.
+
+    Its `b` is the request, `h` the first query head of the group, and `index` the first query.
+
+    Attributes:
+        token: the token of the request's first query.
+        queries: the request's queries.
+        first_key: the first key that any query of the work tile sees.
+        stop_key: the key after the last one.
+        split: the KV split.
+    """
+
+    token: Any
+    queries: Any
+    first_key: Any
+    stop_key: Any
+    split: Any
+
+    @staticmethod
+    def columns(query_tile=None) -> list:
+        """Return the columns of the schedule that `unpack` takes; the last ones are its own."""
+        last = range(scheduler.DYNAMIC_COLUMNS - OWN, scheduler.DYNAMIC_COLUMNS)
+        return [*scheduler.WorkTile.columns(query_tile), *last]
+
+    @classmethod
+    def unpack(cls, numbers) -> scheduler.WorkTile:
+        """Return the work tile that these columns describe."""
+        return scheduler.WorkTile.unpack(numbers[:-OWN])._replace(own=cls(*numbers[-OWN:]))
+
+
+OWN = len(RequestRows._fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedConfig(forward_kernel.NarrowConfig):
+    """The configuration of the kernel, known at compile time.
+
+    Attributes:
+        num_heads: query heads.
+        page_size: keys of a page.
+        splits: KV splits.
+    """
+
+    num_heads: int
+    page_size: int
+    splits: int
+    kind = RequestRows
+
+    @property
+    def registers(self):
+        # The producer's warp for keys holds the rows of two blocks' units; with 24 it would spill.
+        return (224, 56) if self.tile.warpgroups == 2 else super().registers
+
+    @property
+    def unit(self) -> int:
+        """Keys of a unit."""
+        return math.gcd(self.page_size, self.kv.block)
+
+    @property
+    def room(self) -> int:
+        """Rows of a query."""
+        return room_of(self.groups)
+
+    def first_row(self, work_tile, query_tile):
+        return work_tile.index + query_tile * (ptx.ROWS // self.room)
+
+
+def room_of(groups: int) -> int:
+    """Return the rows of a query, a power of two."""
+    return 1 << (groups - 1).bit_length()
+
+
+def scratch(p: PagedProblem, tile: ForwardTile) -> forward_kernel.Smem:
+    """Return the specification of a CTA's shared memory and barriers."""
+    smem, w, room = forward_kernel.scratch(p, tile), tile.warpgroups, room_of(p.groups)
+    column_blocks = smem.q.smem.shape[1]
+    shape = w, column_blocks, ptx.ROWS // room, room, ptx.COLUMNS
+    q = plgpu.SMEM(shape, p.dtype, transforms=ptx.BLOCKS)
+    units = tile.block_kv // math.gcd(p.requests.page_size, tile.block_kv)
+    k, v = kv_pipelines(p, tile, units, consumers=w)
+    q = Pipeline.spec(q, 1, copies=column_blocks, pipelines=w)
+    return smem._replace(q=q, k=k, v=v, statistics_sm=None)
+
+
+# ------------------------------------------------------------------------------------------------
+# The kernel
+# ------------------------------------------------------------------------------------------------
+
+
+class PagedConsumer(forward_kernel.ForwardConsumer):
+    """A consumer warpgroup at one work tile."""
+
+    def heads_and_positions(self, shape, first_key):
+        config = self.config
+        row, k_pos = common.positions(shape, jnp.int32(0), first_key)
+        # Heads beyond the last one are not stored.
+        h = jnp.minimum(self.work_tile.h + (row & (config.room - 1)), config.num_heads - 1)
+        return h, self.first_row + (row >> (config.room.bit_length() - 1)), k_pos
+
+    def clean_values(self, block):
+        """Replace values behind the last visible key by zeros: the page may hold NaN there.
+
+        Only the first block has that key. Each warpgroup that needs the zeros stores them.
+        """
+        first = self.work_tile.own.stop_key - block.first_key
+
+        @common.when(first < self.config.kv.block)
+        def _():
+            v = self.smem.v.smem_of(self.kv_base + block.place)
+            for n in range(v.shape[0]):
+                ptx.zero_rows(v.at[n], first)
+            plgpu.commit_smem()
+
+    def epilogue(self, acc, m, l):
+        """Store the rows that exist: the results, or of a KV split acc, m and l."""
+        self.queries.consumer_release(0)
+        config, work_tile, results = self.config, self.work_tile, [acc, m.m, l]
+        if config.splits == 1:
+            h, *_ = self.heads_and_positions((ptx.ROWS, ptx.GROUP), jnp.int32(0))
+            large = config.options.large
+            statistics, weight = results_of_rows(self.options, h, m, l, large=large)
+            o = acc * common.along_rows(weight, acc.shape)
+            results = [o.astype(self.smem.k.smem.dtype), *statistics]
+        own = work_tile.own
+        tokens = own.token + self.first_row, own.token + own.queries
+        heads = work_tile.h, work_tile.h + config.groups
+        for x, ref in zip(results, (*self.o_refs, *self.statistic_refs), strict=True):
+            ptx.store_rows(x, ref.at[own.split], *tokens, *heads, room=config.room)
+
+
+class PagedProducer(forward_kernel.ForwardProducer):
+    """The producer warpgroup of a CTA."""
+
+    def queries_of(self, work_tile, first_row):
+        room = self.config.room
+        tokens = pl.ds(work_tile.own.token + first_row, ptx.ROWS // room)
+        return jnp.int32(0), tokens, pl.ds(work_tile.h, room)
+
+    def keys_of(self, work_tile):
+        config, table, end = self.config, self.inputs.pages, self.inputs.k.shape[1]
+        size, unit, own = config.page_size, config.unit, work_tile.own
+
+        def row(key):
+            column = jnp.clip(common.quotient(key, size), 0, table.shape[1] - 1)
+            page = jnp.clip(plgpu.load(table.at[work_tile.b, column]), 0, end // size - 1)
+            # Where no query sees a unit, its page may hold NaN. Behind all pages copies find zeros.
+            seen = (key + unit > own.first_key) & (key < own.stop_key)
+            return jnp.where(seen, page * size + common.remainder(key, size), end)
+
+        return jnp.int32(0), lambda first: [row(first + n) for n in range(0, config.kv.block, unit)]
+
+
+def pallas_flash_paged(inputs: Inputs, counter, *outputs, static: PagedConfig, **memory):
+    """Compute the work tiles of one CTA."""
+    cta = Cta(inputs, outputs[:1], outputs[1:], forward_kernel.Smem(**memory), static)
+    consume = functools.partial(forward_kernel.consume, kind=PagedConsumer)
+    run_cta(cta, counter, static.tile.warpgroups, consume, PagedProducer)
+
+
+# ------------------------------------------------------------------------------------------------
+# The launch
+# ------------------------------------------------------------------------------------------------
+
+
+def forward(problem: PagedProblem):
+    """Return the output [tokens, N, V] and the LSE float32 [tokens, N]."""
+    p, tile = problem, default_tile(problem)
+    kv = Tiling(p.kv_len, tile.block_kv)
+    q = Tiling(p.q_len, tile.warpgroups * ptx.ROWS // room_of(p.groups))
+    tiles = RowTiles.from_problem(p, q.block, kv, groups=1)
+    splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
+    work_tiles = schedule(p, tiles, kv, tile.warpgroups, splits)
+    ctas = min(scheduler.NUM_SMS, len(work_tiles) - 2)
+    shared = shared_arrays(p, p.mask)
+    # No position leads outside of an array of options, so that tiles are not ragged.
+    options = Options.from_problem(p, shared, *[Tiling(ptx.ROWS, ptx.ROWS)] * 2)
+    config = PagedConfig(
+        options=options,
+        masked=True,
+        scattered=False,
+        kv=kv,
+        groups=p.groups,
+        tile=tile,
+        q=q,
+        head_dim=p.head_dim,
+        value_dim=p.value_dim,
+        query_tiles=None,
+        partial_tail=p.left is not None,
+        streams=Streams(),
+        num_parts=1,
+        num_heads=p.num_heads,
+        page_size=p.requests.page_size,
+        splits=splits,
+    )
+    inputs = Inputs(
+        q=p.query[None],
+        k=p.key_pages.reshape(1, -1, *p.key_pages.shape[2:]),
+        v=p.value_pages.reshape(1, -1, *p.value_pages.shape[2:]),
+        table=None,
+        options=options.operands(shared),
+        streamed=StreamedArrays(),
+        lengths=None,
+        schedule=work_tiles,
+        pages=p.requests.page_indices,
+    )
+    rows, dtype, count = (splits, p.tokens, p.num_heads), p.dtype, num_statistics(p)
+    if splits > 1:
+        dtype, count = jnp.float32, 2
+    _, *results = common.launch(
+        pallas_flash_paged,
+        (inputs,),
+        sums=(jnp.full((1, 1), 1 + ctas, jnp.int32),),
+        outputs=[((*rows, p.value_dim), dtype), *[(rows, jnp.float32)] * count],
+        memory=scratch(p, tile)._asdict(),
+        grid=dict(cta=ctas),
+        warpgroups=tile.warpgroups + 1,
+        static=config,
+        approx_math=options.approximate,
+    )
+    if splits > 1:
+        sinks = None if p.sinks is None else p.sinks[None, None]
+        results = combine_results(p, sinks, *(x[None] for x in results), total=ascending)
+    o, *statistics = (x[0] for x in results)
+    o, lse = o.astype(p.dtype), log_sum_of(statistics, large=p.large).lse
+    if p.requests.cu_seqlens_q is None:
+        return o, lse
+    exists = p.requests.places()[2][:, None]
+    return jnp.where(exists[..., None], o, 0), jnp.where(exists, lse, -jnp.inf)
+
+
+def num_splits(work_tiles: int, blocks: int) -> int:
+    """Return into how many splits the K/V blocks of each work tile are cut, `blocks` at most."""
+    # About two for each SM.
+    most = min(blocks // MIN_BLOCKS_OF_A_SPLIT, -(-2 * scheduler.NUM_SMS // work_tiles))
+    return best_splits(work_tiles, blocks, 1, range(1, max(1, most) + 1))
+
+
+def ascending(x):
+    """Return the sum of x along axis 1, in this order."""
+    return functools.reduce(operator.add, [x[:, i] for i in range(x.shape[1])])
+
+
+def schedule(p: PagedProblem, tiles: RowTiles, kv: Tiling, warpgroups: int, splits: int):
+    """Return the rows of `scheduler.dynamic_schedule`, without its counter, of `RequestRows`.
+
+    Args:
+        p: the call.
+        tiles: the queries of each CTA's work tiles.
+        kv: the K/V blocks.
+        warpgroups: consumer warpgroups of a CTA.
+        splits: KV splits.
+    """
+    request, first, queries = (jnp.asarray(x) for x in tiles[2:5])
+    start, stop = tiles.ranges[:, 0], tiles.ranges[:, 3]
+    # Each split has a share of the blocks that any query tile visits.
+    split = np.arange(splits + 1, dtype=np.int32)[None]
+    small, rest = jnp.divmod((stop - start)[:, None], splits)
+    cuts = (start[:, None] + split * small + jnp.minimum(split, rest))[:, :, None, None]
+    ranges = jnp.clip(tiles.slices(p, kv, warpgroups)[:, None], cuts[:, :-1], cuts[:, 1:])
+    blocks = scheduler.blocks_of_ranges(ranges.reshape(1, 1, -1, 4), warpgroups)
+    blocks = blocks.reshape(len(first), splits, 1, -1)
+
+    offset = p.requests.offset[request]
+    stop_key = offset + jnp.minimum(first + tiles.block, queries)
+    first_key = 0 * offset if p.left is None else offset + first - p.left
+    exists = queries > 0
+    token = jnp.asarray(p.requests.starts)[request]
+    of_tile = jnp.where(exists, request, -1), first, token, queries, first_key, stop_key
+    b, first, *own = (x[:, None, None] for x in of_tile)
+    h = p.groups * np.arange(p.num_kv_heads, dtype=np.int32)[None, None]
+    missing = scheduler.DYNAMIC_COLUMNS - OWN - len(scheduler.WHERE) - blocks.shape[-1]
+    columns = b, h, first, *jnp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
+    table = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
+    if splits == 1:
+        # The longest first; splits are alike. Work tiles that do not exist are last.
+        table = table[jnp.argsort(jnp.where(exists, start - stop, 1), stable=True)]
+    before, after = np.zeros((2, 1, scheduler.DYNAMIC_COLUMNS), np.int32)
+    after[0, 0] = -1
+    return jnp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])
