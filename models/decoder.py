@@ -388,8 +388,10 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def _cache(self, kind: type) -> Any:
-        """Return the cache of the first layer; all layers have its lengths."""
-        if not isinstance(cache := self.layers[0].attention.cache, kind):
+        """Return the cache of a layer; all have its lengths. It is no ring, if one is not."""
+        caches = [layer.attention.cache for layer in self.layers]
+        cache = next((x for x in caches if not getattr(x, "ring", False)), caches[0])
+        if not isinstance(cache, kind):
             make = "init_cache" if kind is KVCache else "init_pages"
             raise ValueError(
                 f"`decode` must be False without a cache; got True. Call `{make}` first."
@@ -407,17 +409,20 @@ class Decoder(nnx.Module):
     def init_cache(self, batch: int, length: int) -> None:
         """Make an empty cache in every layer for `batch` texts of `length` tokens.
 
-        The length also chooses the rotary positions of longrope, because what is cached has them.
+        A layer with a window keeps the tokens of the window alone, if these are fewer. The length
+        also chooses the rotary positions of longrope, because what is cached has them.
 
         Raises:
             ValueError: The texts are longer than the learned positions, or a number is no size.
         """
         _check_sizes(batch=batch, length=length)
         self._check_length("length", length)
-        shape = batch, length, self.config.features
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
-        for layer in self.layers:
-            layer.attention.init_cache(shape, ragged=True, sharding=heads)
+        for number, layer in enumerate(self.layers):
+            window = self.config.local_window_of(number)
+            room = length if window is None else min(length, window[0] + 1)
+            shape, ring = (batch, room, self.config.features), room < length
+            layer.attention.init_cache(shape, ragged=True, ring=ring, sharding=heads)
         self._set_room(length)
 
     def _set_room(self, length: int) -> None:

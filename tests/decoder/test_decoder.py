@@ -381,6 +381,15 @@ def test_cached_equals_uncached(family):
         ends += count
 
 
+@pytest.mark.parametrize(("length", "kept"), [(11, 4), (4, 4), (3, 3)])
+def test_layer_with_a_window_keeps_the_window_alone(length, kept):
+    model = make("gemma3_text", sliding_window=4)
+    model.init_cache(2, length)
+    rooms = [layer.attention.cache.keys.shape[1] for layer in model.layers]
+    assert rooms == [kept if sees_few else length for sees_few in model.config.sliding]
+    assert {*rooms} == {kept, length} and any(model.config.sliding)
+
+
 @pytest.mark.parametrize("room", [8, 9])
 def test_room_chooses_the_factors_of_longrope(room):
     """Of the cache, or of the texts where nothing is cached; eight tokens are the original."""
