@@ -31,7 +31,7 @@ try:
     from models.training.processes import first_line, say
     from models.training.settings import TrainConfig, model_config
     from models.training.text import TOKENS
-    from models.training.weights import dtype_of, tokenizer_files, write_weights
+    from models.training.weights import dtype_of, hashes_of, tokenizer_files, write_weights
 except ModuleNotFoundError as error:
     raise SystemExit(
         "export: error: this command needs a checkout installed with its `train` extra; got no "
@@ -65,7 +65,7 @@ def chosen_step(run: Path, step: int | None) -> int:
     if damage := damage_of(run / CHECKPOINTS / str(step)):
         raise UserError(
             f"the checkpoint of step {step} must be whole; got {damage}: choose another --step "
-            f"of {', '.join(map(str, steps))}."
+            f"of {', '.join(str(x) for x in steps if x != step) or 'another run'}."
         )
     return step
 
@@ -93,9 +93,14 @@ def of_run(run: Path, settings: dict[str, Any], step: int):
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     config = TrainConfig(**{name: settings[name] for name in names if name in settings})
     lost = config.init_from and not checkpoint.weights_folder(Path(config.init_from))
-    if lost and not config.lora_rank:
+    if config.init_from and (lost or hashes_of(config) != settings["weights"]):
+        if config.lora_rank or not checkpoint.weights_folder(run):
+            raise UserError(
+                f"SOURCE must have the weights that it tuned in {config.init_from!r}, as it found "
+                f"them; got {'none' if lost else 'others'} there: put them back."
+            )
         # The copy that the run has written has their shape and tokenizer, too.
-        config = dataclasses.replace(config, init_from=str(run))
+        config = dataclasses.replace(config, init_from=str(run / "weights"))
     params = read_params(run, step)
     vocab_size = 1 if config.init_from else len(params["embedding"]["weight"])
     model = model_config(config, vocab_size)

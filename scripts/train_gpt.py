@@ -75,13 +75,12 @@ def read_text(flags) -> tuple[np.ndarray, np.ndarray]:
         paths = [x for x in (x.relative_to(root) for x in paths) if not skipped & {*x.parts}]
         # Mixed, so that held-out files are as the others.
         paths.sort(key=lambda x: hashlib.sha256(os.fsencode(x.as_posix())).digest())
-        contents = ((root / x).read_bytes() for x in paths)
-        text = b"\n".join(x for x in contents if b"\0" not in x)
+        text = b"\n".join(x for x in ((root / y).read_bytes() for y in paths) if b"\0" not in x)
     sides = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     if min(map(len, sides)) <= flags.context + 1:
         fail(
-            f"`data` must have more than the {flags.context} bytes of a context on both sides; got "
-            f"{len(sides[0])} to train on and {len(sides[1])} held out, of {str(root)!r}."
+            f"`data` must be text, of more bytes on both sides than a context of {flags.context}; "
+            f"got {len(sides[0])} to train on and {len(sides[1])} held out, of {str(root)!r}."
         )
     return np.frombuffer(sides[0], np.uint8), np.frombuffer(sides[1], np.uint8)
 
@@ -184,6 +183,9 @@ def make_steps(loss, optimizer):
 
 def open_folder(folder: pathlib.Path) -> ocp.CheckpointManager:
     """Return the checkpoints in a folder; a kill leaves a whole one or nothing, never a part."""
+    there = {x.name for x in folder.glob("*")}
+    if folder.is_file() or "run.json" in there or (there and "checkpoints" not in there):
+        fail(f"`out_dir` must be new, or have a run of this script; got {str(folder)!r}.")
     absl.logging.set_verbosity(absl.logging.ERROR)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -233,8 +235,6 @@ def train(flags) -> dict:
             state, losses = restore(checkpoints, newest, state, settings)
             print(f"resuming after step {newest}")
         else:
-            if others := [x.name for x in flags.out_dir.iterdir() if x.name != "checkpoints"]:
-                fail(f"`out_dir` must be new, or have a run; got one with {others[0]!r}.")
             error, name = gradient_error(config, params, training_batch(text, 0, flags)[:2])
             print(f"gradients: error {error:.1e} relative to dense attention's (worst: {name})")
             if not error < 1e-4:

@@ -26,6 +26,8 @@ from models.training.settings import TrainConfig
 from models.training.text import Batch, Text, split_files
 
 ROLES = ("system", "user", "assistant", "tool")
+# Fields of a message that are read here, or that templates are known to read.
+KNOWN = {"role", "content", "weight", "name", "tool_calls", "tool_call_id"}
 
 
 class Rows(NamedTuple):
@@ -90,19 +92,22 @@ def pack(conversations: Sequence[np.ndarray], length: int) -> Rows:
 
 
 def read_line(line: bytes) -> tuple[list[dict[str, Any]], Any, list[str]]:
-    """Return the messages and the tools of a line, and the names of its other fields.
+    """Return the messages and the tools of a line, and the names of fields that others may read.
 
     Raises:
         UserError: It is no conversation; the message says what it is, in a few words.
     """
     try:
-        content = json.loads(line)
+        content = json.loads(line.decode("utf-8-sig"))
         json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise UserError("no JSON") from None
+        raise UserError("no JSON in UTF-8") from None
     messages = content.get("messages") if isinstance(content, dict) else None
     if not isinstance(messages, list) or not messages:
         raise UserError("no list of messages")
+    tools, others = content.get("tools"), content.keys() - {"messages", "tools"}
+    if not (tools is None or isinstance(tools, list)):
+        raise UserError(f"a {type(tools).__name__} as tools")
     for n, message in enumerate(messages):
         where = f"messages[{n}]"
         if not isinstance(message, dict):
@@ -117,11 +122,12 @@ def read_line(line: bytes) -> tuple[list[dict[str, Any]], Any, list[str]]:
             raise UserError(
                 f"{weight!r:.40} as the weight of {where}, which is 0 or 1 of an answer"
             )
+        others |= {f"{name} of a message" for name in message.keys() - KNOWN}
         if role == "assistant" and weight and not calls and not (text or "").strip():
             raise UserError(f"an empty answer as {where}")
     if not any(x["role"] == "assistant" and x.get("weight", 1) for x in messages):
         raise UserError("no answer that carries loss")
-    return messages, content.get("tools"), sorted(content.keys() - {"messages", "tools"})
+    return messages, tools, sorted(others)
 
 
 def load_conversations(config: TrainConfig) -> Text:
@@ -143,7 +149,8 @@ def load_conversations(config: TrainConfig) -> Text:
             f"`conversations` must be a file; got {str(path)!r}: {why(error)}."
         ) from None
     length = config.context + 1
-    conversations, notes, other = [], collections.defaultdict(list), set()
+    conversations: dict[bytes, list[np.ndarray]] = {}
+    notes, other = collections.defaultdict(list), set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -163,7 +170,7 @@ def load_conversations(config: TrainConfig) -> Text:
         if len(conversation) > length:
             odd.append(f"are longer than {length:,} tokens, and were cut there")
         if conversation[:length, 1].any():
-            conversations.append((line.decode(), conversation[:length]))
+            conversations.setdefault(line, []).append(conversation[:length])
         else:
             odd.append("were left out, because no answer begins in these tokens")
         for note in odd:
@@ -171,10 +178,12 @@ def load_conversations(config: TrainConfig) -> Text:
         other.update(names)
     if len(conversations) < 2:
         raise UserError(
-            f"`conversations` must be at least two with an answer in their first {length} tokens, "
-            f"of which one is held out; got {len(conversations)} in {str(path)!r}."
+            "`conversations` must be at least two, not equal, with an answer in their first "
+            f"{length} tokens, of which one is held out; got {len(conversations)} in {str(path)!r}."
         )
-    sides = [[x for _, x in side] for side in split_files(conversations)]
+    # Equal lines are on one side.
+    split = split_files([(x.decode(), np.concatenate(y)) for x, y in conversations.items()])
+    sides = [[x for line, _ in side for x in conversations[line.encode()]] for side in split]
     train, held_out = (pack(side, length) for side in sides)
     passes = config.steps * config.batch_size / (len(train.tokens) - 1)
     said = [
@@ -184,7 +193,7 @@ def load_conversations(config: TrainConfig) -> Text:
     ]
     said += [f"{len(x):,} {note} (the first is line {x[0]})" for note, x in notes.items()]
     if other:
-        said.append(f"fields that are not read: {', '.join(sorted(other))}")
+        said.append(f"fields that only the template may read: {', '.join(sorted(other))}")
     arrays = [x for side in (train, held_out) for x in side]
     largest = max(int(x.max()) for x in arrays)
     digest = hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()

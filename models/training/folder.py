@@ -34,9 +34,12 @@ from models.errors import UserError
 from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
 from models.training.processes import first_line, is_writer, result_of_writer, several, warn
 from models.training.settings import FREE, TrainConfig
+from models.training.weights import hashes_of
 
 METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
 CHECKSUMS, STATE = "checksums.json", "state"
+# Settings that are hashes, in words.
+HASHED = {"text": "the text of `data` or `conversations`", "weights": "the files in `init_from`"}
 # Seconds until every process can read a file that process 0 has written.
 VISIBLE_WITHIN = 60
 
@@ -130,10 +133,7 @@ class RunFolder:
                 else:
                     self._put_aside(folder, "unfinished", f"has no {CHECKSUMS}")
             last_step = 0
-            if self._config.lora_rank is not None:
-                # Checkpoints have the adapter, and not the weights that it tunes.
-                files = sorted(self._config.weights.glob("*.safetensors"))
-                self._settings["weights"] = [sha256_of(path) for path in files]
+            self._settings["weights"] = hashes_of(self._config)
             if whole:
                 self._refuse_other_settings()
                 last_step = self._newest(whole)
@@ -180,7 +180,7 @@ class RunFolder:
     def _refuse_other_settings(self):
         saved = read_marked(self.path / RUN) or {}
         changed = [
-            f"`{name}` (there {saved.get(name)!r}, now {now!r})"
+            HASHED.get(name) or f"`{name}` (there {saved.get(name)!r}, now {now!r})"
             for name, now in self._settings.items()
             if name not in FREE and saved.get(name) != now
         ]

@@ -133,6 +133,11 @@ class TrainConfig:
             mesh_sizes(self.mesh)
         if self.lora_rank is not None and self.init_from is None:
             raise UserError("`lora_rank` must come with weights in `init_from`; got none.")
+        if self.init_from and Path(self.init_from).resolve() == Path(self.out_dir).resolve():
+            raise UserError(
+                "`out_dir` must be another folder than `init_from`, whose weights stay as they "
+                f"are; got {self.out_dir!r} for both."
+            )
         for name in ("lora_alpha", "lora_targets"):
             if self.lora_rank is None and getattr(self, name) is not None:
                 raise UserError(f"`{name}` must come with `lora_rank`; got none.")
@@ -229,6 +234,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # For `lora_rank`.
 PRESETS["lora"] = PRESETS["fine-tune"] | dict(learning_rate=2e-4)
+# The presets for weights.
+TUNING = "fine-tune", "lora"
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
@@ -271,7 +278,13 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
     values = dict(flags)
     tuned = values.get("init_from") is not None
     usual = "lora" if values.get("lora_rank") else "fine-tune" if tuned else "cpu"
-    base = PRESETS[values.pop("preset", usual)]
+    preset = values.pop("preset", usual)
+    if tuned != (preset in TUNING) or (preset == "lora") > (usual == "lora"):
+        raise UserError(
+            f"--preset must be one of {', '.join(TUNING)} with weights in `init_from`, lora with "
+            f"`lora_rank` alone, and another one without weights; got {preset}."
+        )
+    base = PRESETS[preset]
     if tuned and (given := [name for name in SHAPE if name in values]):
         raise UserError(
             f"`{given[0]}` must be left out with weights in `init_from`, because their config.json "

@@ -6,7 +6,7 @@ from typing import Any
 
 from models import checkpoint
 from models.config import DecoderConfig
-from models.training.files import END, TOKENIZER
+from models.training.files import END, TOKENIZER, sha256_of
 from models.training.settings import TrainConfig
 
 # Files that the weights have of the folder that was tuned. No other file, because they are
@@ -23,6 +23,17 @@ def dtype_of(config: TrainConfig, model: DecoderConfig) -> str:
     if config.init_from is None:
         return model.param_dtype
     return checkpoint.embedding_dtype(model, checkpoint.open_folder(config.weights)[1])
+
+
+def hashes_of(config: TrainConfig) -> list[str] | None:
+    """Return hashes by which a run knows the weights that it tunes; None without any.
+
+    They are of config.json, and of the weights where checkpoints have an adapter alone.
+    """
+    if config.init_from is None:
+        return None
+    tensors = sorted(config.weights.glob("*.safetensors")) if config.lora_rank else []
+    return [sha256_of(path) for path in (config.weights / checkpoint.CONFIG, *tensors)]
 
 
 def tokenizer_files(source: Path | None) -> list[Path]:

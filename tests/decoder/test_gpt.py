@@ -280,5 +280,6 @@ def test_models_import_the_public_package_only():
                 assert node.level == 0
                 imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     ours = {name for name in imported if name.startswith("pallas_flash")}
-    public = {"flax.SelfAttention", "flax.KVCache", "attention", "masks.balanced_order"}
+    layers = {"flax.SelfAttention", "flax.KVCache", "flax.PagedKVCache"}
+    public = {*layers, "attention", "masks.balanced_order"}
     assert ours == {"pallas_flash"} | {f"pallas_flash.{name}" for name in public}

@@ -13,6 +13,7 @@ from support.decoder_files import make, tokenizer_of_bytes
 from support.tiny_run import TINY, checkpoint_steps, metrics, one_device
 
 from models import Decoder
+from models.errors import UserError
 from models.loss import next_token_loss, summed_loss
 from models.tokens import FromFolder
 from models.train import main
@@ -345,8 +346,8 @@ def test_killed_tuning_on_conversations_resumes(tuning, monkeypatch, capsys):
 
 LINE = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}'
 MISTAKES = {
-    "no JSON in line 2": "{",
-    "no JSON in line 2 of": LINE.replace('"q"', r'"\ud800"'),
+    "no JSON in UTF-8 in line 2": "{",
+    "no JSON in UTF-8 in line 2 of": LINE.replace('"q"', r'"\ud800"'),
     "no list of messages in line 2": '{"text": "a"}',
     "no list of messages in line 2 of": "[]",
     "no list of messages in line 2 of '": '{"messages": []}',
@@ -360,7 +361,8 @@ MISTAKES = {
     "1 as the weight of messages[0]": LINE.replace('"q"', '"q", "weight": 1'),
     "no answer that carries loss in line 2": LINE.replace('"a"', '"a", "weight": 0'),
     "no answer that carries loss in line 2 of": '{"messages": [{"role": "user", "content": "q"}]}',
-    "must be at least two with an answer in their first 61 tokens": "",
+    "a str as tools in line 2": LINE.replace("{", '{"tools": "abc", ', 1),
+    "must be at least two, not equal, with an answer in their first 61 tokens": LINE,
 }
 
 
@@ -406,6 +408,9 @@ def test_files_that_do_not_serve_are_named(tuning, with_template, tmp_path, caps
         "--conversations must be a file; got": dict(conversations=tmp_path / "none"),
         "--conversations must be at least two": dict(conversations=write(tmp_path / "empty", [])),
         "--conversations must come with weights in --init-from": dict(init_from=None),
+        "--out-dir must be another folder than --init-from": dict(init_from=tuning.out_dir),
+        "--preset must be one of fine-tune, lora with weights": dict(preset="gpt2-small"),
+        "lora with --lora-rank alone, and": dict(preset="lora"),
         "--conversations must come with weights in": dict(data=tmp_path),
         "--init-from must be a folder with config.json": dict(init_from=tmp_path),
     }.items():
@@ -429,5 +434,13 @@ def test_warnings_name_lines(tuning, with_template):
     said = load_conversations(dataclasses.replace(tuning, init_from=str(path))).said
     assert any(x.startswith("6 have an answer whose words the template changes") for x in said)
     content = json.loads(LINE) | {"id": 3}
-    Path(tuning.conversations).write_text("\n".join(2 * [json.dumps(content)]))
-    assert "fields that are not read: id" in load_conversations(tuning).said
+    content["messages"][1]["wieght"] = 0
+    Path(tuning.conversations).write_text(f"{json.dumps(content)}\n{LINE}")
+    fields = "fields that only the template may read: id, wieght of a message"
+    assert fields in load_conversations(tuning).said
+    # Equal lines are on one side.
+    Path(tuning.conversations).write_text("\n".join(10 * [LINE, LINE.replace("q", "r")]))
+    assert [x.partition(" ")[0] for x in load_conversations(tuning).said[:2]] == ["10", "10"]
+    Path(tuning.conversations).write_text(LINE, encoding="utf-16")
+    with pytest.raises(UserError, match="got no JSON in UTF-8 in line 1"):
+        load_conversations(tuning)

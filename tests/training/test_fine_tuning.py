@@ -298,7 +298,7 @@ EXPORTS = {
     "RUN NEW --step 3": "--step must be one of 10, 12; got 3.",
     "RUN NEW --step 10": "the checkpoint of step 10 must be whole; got ",
     "WEIGHTS NEW --adapter FULL": "must have adapter_config.json and adapter_model.safetensors; g",
-    "LOST NEW": "`init_from` must be a folder with config.json, or a run that has ended; got ",
+    "LOST NEW": "SOURCE must have the weights that it tuned in 'nowhere', as it found them; got ",
     "RUN NEW": "No space left on device",
 }
 
@@ -328,7 +328,25 @@ def test_export_that_fails_leaves_nothing(adapting, folders, tmp_path, capsys, m
         assert {x.name for x in tmp_path.iterdir()} == {"run", "lost", "full"}, words
 
 
-def test_killed_adapter_resumes_to_the_same_bits(adapting, folders, monkeypatch):
+def test_run_knows_the_config_of_its_weights(adapting, folders, tmp_path, capsys):
+    """A run that ended has a copy, which is exported; one that was killed refuses another one."""
+    config = dataclasses.replace(adapting, lora_rank=None, lora_targets=None)
+    train(config)
+    weights, path = Path(config.out_dir, "weights"), folders[0] / "config.json"
+    before, text = bytes_of(weights), path.read_text()
+    path.write_text(text.replace('"sliding_window": 3', '"sliding_window": 4'))
+    assert path.read_text() != text
+    with pytest.raises(UserError, match="which differs in the files in `init_from`"):
+        train(config)
+    assert export.main([config.out_dir, str(tmp_path / "new")]) == 0
+    assert bytes_of(tmp_path / "new") == before
+    shutil.rmtree(weights)
+    assert export.main([config.out_dir, str(tmp_path / "other")]) == 2
+    assert "as it found them; got others there" in capsys.readouterr().err
+    path.write_text(text)
+
+
+def test_killed_adapter_resumes_to_the_same_bits(adapting, folders, monkeypatch, capsys):
     whole = dataclasses.replace(adapting, out_dir=adapting.out_dir + "-whole")
     train(whole)
     real = loop.training_batch
@@ -346,8 +364,10 @@ def test_killed_adapter_resumes_to_the_same_bits(adapting, folders, monkeypatch)
     path = folders[0] / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(UserError, match="which differs in `weights`"):
+    with pytest.raises(UserError, match="which differs in the files in `init_from`"):
         train(adapting)
+    assert export.main([adapting.out_dir, adapting.out_dir + "-new"]) == 2
+    assert "as it found them; got others there: put them back." in capsys.readouterr().err
     path.write_bytes(content)
     train(adapting)
     assert metrics(adapting) == metrics(whole)

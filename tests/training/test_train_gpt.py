@@ -131,7 +131,12 @@ def test_other_settings_are_refused_by_name(words):
 @pytest.mark.parametrize(
     ("more", "fragment"),
     [
-        ("--data /no/such/place", "error: --data must have more than the 12 bytes"),
+        (
+            "--data /no/such/place",
+            "error: --data must be text, of more bytes on both sides than a ",
+        ),
+        (f"--out-dir {__file__}", "error: --out-dir must be new, or have a run of this script; g"),
+        ("--out-dir models", "error: --out-dir must be new, or have a run of this script; got "),
         ("--features 15", "error: --features must be a multiple of --num-heads; got 15 and 2"),
         (
             "--num-kv-heads 3",

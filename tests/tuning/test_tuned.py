@@ -150,7 +150,8 @@ def test_the_fingerprint_is_of_all_that_kernels_import():
     tiles = ("_problem.tile_sizes", "_problem.configurations")
     others = {name for name in below if not name.startswith((*of_kernels, *tiles))}
     shape = {name.replace("/", ".") for name in tuned._SHAPE}
-    assert others <= {*shape, "_problem.features", "_problem.problem", "_jax.compat"}
+    problem = {"_problem.features", "_problem.problem", "_problem.paged"}
+    assert others <= {*shape, *problem, "_jax.compat"}
 
 
 BLOCKS_OF_A_PREDICATE = pallas_flash.masks.BlockMask.from_mask(
