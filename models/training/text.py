@@ -86,9 +86,11 @@ class Stream(NamedTuple):
 
     def readers(self, context: int) -> Batch:
         """Return functions from windows to arrays; documents are counted from the first."""
+        ends = self.ends
 
         def documents(starts):
-            numbers = np.searchsorted(self.ends, places(starts), side="right")
+            assert ends is not None  # it is not returned without them
+            numbers = np.searchsorted(ends, places(starts), side="right")
             return (numbers - numbers[..., :1]).astype(np.int32)
 
         def places(starts):
@@ -96,7 +98,7 @@ class Stream(NamedTuple):
 
         return Batch(
             lambda starts: self.tokens[places(starts)],
-            None if self.ends is None else documents,
+            None if ends is None else documents,
         )
 
 
