@@ -1,4 +1,4 @@
-"""What all steps share: where the numbers of a tile lie, and the launch of a kernel."""
+"""The layouts of tiles in registers and in shared memory, and the launch, of all steps."""
 
 import jax
 import jax.numpy as jnp

@@ -28,8 +28,8 @@ MOSAIC_HEAD_DIMS = 576, 512
 # Copies of "mosaic" take rows of 16 bytes, and so head dims that are multiples of this.
 MOSAIC_HEAD_DIM_UNIT = 8
 
-# With pages of "mosaic": page sizes are multiples of this, because smaller copies are too many, and
-# all heads of a group are rows of one query tile.
+# Pages of "mosaic" have a multiple of this many tokens, because a copy is never smaller. A query
+# tile has all heads of a group as rows, and 64 rows.
 MOSAIC_PAGE_UNIT, MOSAIC_GROUPS = 16, 64
 
 

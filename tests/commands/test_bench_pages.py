@@ -11,8 +11,7 @@ SIZES = "--heads 4 --kv-heads 2 --head-dims 16 --page-sizes 16 --rounds 2 --iter
 
 
 def test_a_small_case_is_timed(tmp_path, capsys, monkeypatch):
-    wrong = lambda calls: jnp.zeros((22, 4, 16))  # noqa: E731
-    monkeypatch.setattr(bench_pages, "cudnn", wrong)
+    monkeypatch.setattr(bench_pages, "cudnn", lambda calls: jnp.zeros((22, 4, 16)))
     by_mosaic = "mosaic=2,64,3" if compat.has_mosaic_gpu() else "mosaic"
     peers = ["xla", by_mosaic, "cudnn"]
     file = tmp_path / "lines"

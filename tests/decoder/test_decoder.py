@@ -348,7 +348,7 @@ def test_token_sees_the_window_in_each_layer():
 
 
 def test_layer_without_rope_ignores_order():
-    """What the last token sees has no order then."""
+    """The last token sees the tokens before it without an order."""
     changed = TOKENS[:, [*range(9, -1, -1), 10]]
     for marks, same in (([0], True), ([1], False)):
         model = make("smollm3", num_hidden_layers=1, no_rope_layers=marks)
@@ -392,7 +392,7 @@ def test_layer_with_a_window_keeps_the_window_alone(length, kept):
 
 @pytest.mark.parametrize("room", [8, 9])
 def test_room_chooses_the_factors_of_longrope(room):
-    """Of the cache, or of the texts where nothing is cached; eight tokens are the original."""
+    """The cache has the room, or else the texts; the original context has eight tokens."""
     model, factors = make("phi3"), {8: "short", 9: "long"}[room]
     chosen = getattr(model.config.rope, factors)
     always = make("phi3", rope_scaling=LONGROPE | {f"{x}_factor": [*chosen] for x in LONG})

@@ -16,7 +16,7 @@ def next_token(text):
 
 
 class Device:
-    """What lies in each page; it computes the steps in their order."""
+    """A simulation that keeps the content of each page, and computes the steps in their order."""
 
     def __init__(self, left):
         self.memory, self.texts, self._left = {}, {}, left

@@ -1,4 +1,4 @@
-"""The loss on conversations is that of transformers, whose labels are -100 outside of answers."""
+"""Conversations have the loss of transformers, whose labels are -100 outside of answers."""
 
 import importlib.util
 import sys

@@ -115,7 +115,7 @@ FAMILIES = {
     "olmo2": (transformers.Olmo2Config, SIZES | PAD),
     "olmo2-biases": (transformers.Olmo2Config, SIZES | PAD | dict(attention_bias=True)),
     "phi3": (transformers.Phi3Config, SIZES | PAD | dict(sliding_window=5)),
-    # TOKENS are within the original context of the first, and beyond that of the second.
+    # TOKENS fit the original context of the first, and are longer than the one of the second.
     "phi3-short": (transformers.Phi3Config, PHI4 | dict(original_max_position_embeddings=32)),
     "phi3-long": (transformers.Phi3Config, PHI4 | dict(original_max_position_embeddings=16)),
     "smollm3": (transformers.SmolLM3Config, SIZES | PAD | dict(no_rope_layer_interval=2)),
@@ -178,7 +178,7 @@ def named_gradients(decoder, folder):
 
 
 def text_part(pairs):
-    """Tensors by name; of a model with images those of its text part, by the names of a text's."""
+    """Tensors by name; a model with images has its text part's, named as in a text model."""
     return {
         name.replace("model.language_model.", "model."): x
         for name, x in pairs

@@ -89,7 +89,7 @@ def dense(q, k, v, is_causal):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("step", "is_causal"), CALLS)
 def test_steps_compute_attention(step, is_causal, head_dim):
-    """With four blocks and more all stages are used again."""
+    """Four blocks and more use all stages again."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 512, 1, head_dim))
     # The maximum of a row stays, moves a little, or so far that weights would overflow.
     k[:, 140] *= 40

@@ -97,9 +97,13 @@ class Shared:
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
     T = property(lambda self: Shared(self.array.T))
-    transpose = lambda self, axes: Shared(self.array.transpose(axes))  # noqa: E731
-    reshape = lambda self, *shape: Shared(self.array.reshape(shape))  # noqa: E731
     at = property(lambda self: At(self._part))
+
+    def transpose(self, axes):
+        return Shared(self.array.transpose(axes))
+
+    def reshape(self, *shape):
+        return Shared(self.array.reshape(shape))
 
     def _part(self, index):
         index = self._inside(index)

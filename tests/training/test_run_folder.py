@@ -41,7 +41,10 @@ def state_at(step, run=1.0):
 def restore(opened, step=None):
     places = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step = step or opened.last_step
-    shardings = lambda shapes: jax.tree.map(lambda x: places, shapes)  # noqa: E731
+
+    def shardings(shapes):
+        return jax.tree.map(lambda x: places, shapes)
+
     return opened.restore(step, lambda: state_at(0), shardings) if step else state_at(0)
 
 
