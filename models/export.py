@@ -93,7 +93,7 @@ def of_run(run: Path, settings: dict[str, Any], step: int):
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     config = TrainConfig(**{name: settings[name] for name in names if name in settings})
     lost = config.init_from and not checkpoint.weights_folder(Path(config.init_from))
-    if config.init_from and (lost or hashes_of(config) != settings["weights"]):
+    if config.init_from and (lost or hashes_of(config) != settings.get("weights")):
         if config.lora_rank or not checkpoint.weights_folder(run):
             raise UserError(
                 f"SOURCE must have the weights that it tuned in {config.init_from!r}, as it found "

@@ -222,5 +222,8 @@ def load(folder: str | pathlib.Path, config: DecoderConfig, params: Any) -> tupl
             raise ValueError(f"{name!r} must have the shape {wanted}; got {x.shape}.")
         adapter.setdefault(module, {})[letter] = jnp.array(x, jnp.float32)
     if not adapter or any(len(x) < 2 for x in adapter.values()):
-        raise ValueError(f"{folder / WEIGHTS} must have both matrices of each pair; got one alone.")
+        raise ValueError(
+            f"{folder / WEIGHTS} must have both matrices of each pair; got "
+            f"{'one alone' if adapter else 'none'}."
+        )
     return adapter, float(alpha)

@@ -141,8 +141,11 @@ class FromFolder:
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a chat, up to where the answer to its last message begins."""
         assert self.chat is not None
+        if not isinstance(messages, list | tuple):
+            raise UserError(f"`messages` must be a list of messages; got {messages!r:.60}.")
         for n, message in enumerate(messages):
-            fields = [message.get("role"), message.get("content")]
+            known = isinstance(message, Mapping)
+            fields = [message.get(x) if known else None for x in ("role", "content")]
             if not all(isinstance(x, str) for x in fields):
                 raise UserError(f"messages[{n}] must have a role and a text; got {message!r:.60}.")
         tokenizer, messages, _ = self._names_as_text(messages)

@@ -15,7 +15,8 @@ the same bits: the only state is (step, parameters, optimizer), because a batch 
 
 `models/training/` has, in reading order, `loop.py` (updates, gradient check, the run),
 `settings.py` (flags and presets), `text.py` and `conversations.py` (data), `mesh.py` (several
-devices), `processes.py` (several processes, signals), `folder.py` and `files.py`, and `report.py`.
+devices), `processes.py` (several processes, signals), `folder.py`, `files.py` and `weights.py`, and
+`report.py`.
 """
 
 import math

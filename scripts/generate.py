@@ -32,6 +32,7 @@ try:
     from flax import nnx
 
     from models.config import Implementation
+    from models.engine.engine import CACHE_DTYPES
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
     from scripts.command import Parser, UserError, command, parse_path, parse_size, why
@@ -102,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, metavar="P", help="only tokens of this share of the likeliest's")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
     add = parser.add_argument_group("computation").add_argument
-    add("--cache", metavar="DTYPE", help="type of the cache of --requests, such as int8")
+    add("--cache", choices=CACHE_DTYPES, help="type of the cache of --requests")
     add("--drafts", type=int, default=0, metavar="N", help="tokens that --requests guess in a step")
     add("--devices", type=parse_size, default=1, metavar="N", help="GPUs that share the weights")
     add(

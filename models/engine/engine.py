@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.engine.sampling import DRAWN, GREEDY, KINDS, LIMITED, Limits, Sampling, draw
 from models.engine.scheduler import Part, Request, Scheduler
@@ -26,6 +27,13 @@ TOKEN, NEW, LENGTH, DRAWS, PAGE = range(5)
 FIELDS = 5 + len(Limits._fields)
 # Sizes of the programs that take prompts, each a quarter of the one before.
 SIZES = 3
+
+
+def bytes_of_token(config: DecoderConfig, cache_dtype: str | None) -> int:
+    """Return the bytes of a token's keys and values in all layers, with their scales."""
+    size = jnp.dtype(cache_dtype or config.compute_dtype).itemsize
+    row = config.head_dim * size + (4 if size == 1 else 0)
+    return config.num_layers * 2 * config.num_kv_heads * row
 
 
 class Answer:
@@ -107,7 +115,8 @@ class Engine:
         cache_dtype: Type of keys and values: float32, bfloat16, float16, or quantised int8 and
             float8_e4m3fn; None is the activations'.
         max_requests: Most texts that are continued at once; others wait.
-        max_tokens_per_step: Most tokens that a step computes, a power of two above `max_requests`.
+        max_tokens_per_step: Most tokens that a step computes, a power of two above
+            `max_requests * (1 + drafts)`.
         max_length: Most tokens that the model reads of a text; None are its context, or all pages.
             By it, the rotary positions of longrope are chosen.
         drafts: Most tokens of a text that a step guesses and checks, beside the one that it knows.
@@ -153,8 +162,8 @@ class Engine:
         self._vocab_size, self._tokenizer = config.vocab_size, tokenizer
         self._page_size, self._drafts = page_size, drafts
         self.max_length = min(config.context, pages * page_size, max_length)
-        slides = bool(config.sliding) and all(config.sliding) and config.window
-        left = config.window - 1 if slides and config.window else None
+        window = config.local_window_of(0) if all(config.sliding) else None
+        left = window and window[0]
         self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts)
         copy = nnx.merge(*nnx.split(model))
         copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
@@ -277,8 +286,12 @@ class Engine:
 
         The tokens are of the step before, which the device has computed meanwhile.
         """
-        parts = self._scheduler.plan()
-        before, self._flying = self._flying, self._launch(parts) if parts else None
+        parts, before = self._scheduler.plan(), self._flying
+        try:
+            self._flying = self._launch(parts) if parts else None
+        except BaseException:  # An interrupt, too: pages must not have names without content.
+            self._scheduler.undo(parts)
+            raise
         if self._drafts:
             before, self._flying = self._flying, None
         if before is not None:

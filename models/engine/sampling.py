@@ -1,7 +1,7 @@
 """How the tokens of a request are drawn, and where it ends."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -54,10 +54,12 @@ class Sampling(generation.Sampling):
         penalty = self.repetition_penalty
         if not isinstance(penalty, int | float | np.number) or not 0 < penalty < HOTTEST:
             raise ValueError(f"`repetition_penalty` must be a positive number; got {penalty!r}.")
-        if isinstance(self.stop, str) or not all(isinstance(x, str) and x for x in self.stop):
+        listed = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not listed or not all(isinstance(x, str) and x for x in self.stop):
             raise ValueError(f"`stop` must be a list of texts with a character; got {self.stop!r}.")
-        tokens = self.stop_tokens or ()
-        if isinstance(tokens, int) or not all(isinstance(x, int | np.integer) for x in tokens):
+        tokens = () if self.stop_tokens is None else self.stop_tokens
+        listed = isinstance(tokens, Collection)
+        if not listed or not all(isinstance(x, int | np.integer) for x in tokens):
             raise ValueError(f"`stop_tokens` must be a list of ints, or None; got {tokens!r}.")
 
     @property

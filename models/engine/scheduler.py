@@ -237,6 +237,15 @@ class Scheduler:
         """Forget the guessed tokens that no step has drawn."""
         request.computed, request.unread = len(request.tokens) - 1, 0
 
+    def undo(self, parts: Sequence[Part]) -> None:
+        """Let all requests begin again, because no step has computed these parts."""
+        for part in parts:
+            part.request.unread -= part.draws + len(part.draft)
+        for request in self.running[::-1]:
+            self._leave(request)
+            self.waiting.appendleft(request)
+        self.pages.forget()
+
     def _admit(self, left: int) -> list[Part]:
         """Return the parts of requests that wait no longer, of at most `left` tokens."""
         parts, size = [], self._page_size

@@ -182,8 +182,8 @@ def load_conversations(config: TrainConfig) -> Text:
             f"{length} tokens, of which one is held out; got {len(conversations)} in {str(path)!r}."
         )
     # Equal lines are on one side.
-    split = split_files([(x.decode(), np.concatenate(y)) for x, y in conversations.items()])
-    sides = [[x for line, _ in side for x in conversations[line.encode()]] for side in split]
+    split = split_files([(x, np.concatenate(y)) for x, y in conversations.items()])
+    sides = [[x for line, _ in side for x in conversations[line]] for side in split]
     train, held_out = (pack(side, length) for side in sides)
     passes = config.steps * config.batch_size / (len(train.tokens) - 1)
     said = [

@@ -5,6 +5,7 @@
     loss.png         their curves
     checkpoints/     by orbax's manager: one folder for each step, with the state (step, parameters,
                      optimizer), and checksums.json, the SHA-256 of every other file
+    adapter/         the adapter of a run with lora_rank, as peft reads it
     weights/         the model in the layout of published weights, written when a session ends
     train.lock       kept; locked while a process works here
 
@@ -112,7 +113,7 @@ class RunFolder:
     def _open(self) -> int:
         """Lock the folder and read its metrics; return the step to resume, 0 for none."""
         ours = read_marked(self.path / RUN) is not None
-        names = (RUN, METRICS, CHECKPOINTS, "weights", "tokens.json")
+        names = (RUN, METRICS, CHECKPOINTS, "adapter", "weights", "tokens.json")
         there = [x for x in names if (self.path / x).exists()]
         if self.path.is_file() or (there and not ours):
             raise UserError(

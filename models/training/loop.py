@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from models.training.report import (
 )
 from models.training.settings import TrainConfig, model_config
 from models.training.text import Text, check_tokens, held_out_batches, load_text, training_batch
-from models.training.weights import dtype_of, tokenizer_files, write_weights
+from models.training.weights import dtype_of, replaced, tokenizer_files, write_weights
 
 # Largest relative error of a parameter's gradient, both sides in float32 with exact products. Only
 # the order of sums differs, which gives about 1e-6.
@@ -152,7 +151,7 @@ def mean_gradient(loss_fn, params, batch):
     zeros = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
     ((loss, count), gradient), _ = jax.lax.scan(add_part, zeros, batch)
     # Parts may differ in the number of tokens that carry loss.
-    return loss / count, jax.tree.map(lambda x: x / count.astype(x.dtype), gradient)
+    return loss / count, jax.tree.map(lambda x: (x / count).astype(x.dtype), gradient)
 
 
 def compiler_options(layout: Layout) -> dict[str, bool | int] | None:
@@ -426,11 +425,9 @@ def save_weights(run: Run, params: Any, frozen: Any, out_dir: Path, what: str):
     if not is_writer():
         return
     if base is not None:
-        folder, new = out_dir / "adapter", out_dir / ".adapter.new"
-        shutil.rmtree(new, ignore_errors=True)
-        lora.save(new, model, base, params, config.alpha, str(config.weights))
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+        folder = out_dir / "adapter"
+        with replaced(folder) as new:
+            lora.save(new, model, base, params, config.alpha, str(config.weights))
         say("adapter", f"of {what} is in {folder}")
         params = lora.merged(model, base, params, config.alpha, dtype)
     folder = out_dir / "weights"

@@ -40,7 +40,6 @@ NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 NOT_SOURCE |= {"encodings", "pydoc_data"}
 TOKENS, NEW, LOCK = "tokens.json", ".prepare_tokens", ".prepare_tokens.lock"
 SIDES = ("train", "held_out")
-SIDES = ("train", "held_out")
 # Type of the numbers that say where documents end.
 ENDS = "<i8"
 Content = TypeVar("Content", bytes, str, np.ndarray)
@@ -182,8 +181,8 @@ def why_left_out(names: Sequence[str]) -> str:
 
 
 def split_files(
-    files: list[tuple[str, Content]],
-) -> tuple[list[tuple[str, Content]], list[tuple[str, Content]]]:
+    files: list[tuple[Any, Content]],
+) -> tuple[list[tuple[Any, Content]], list[tuple[Any, Content]]]:
     """Split files into a side to train on, and a side held out, of about a tenth of the bytes.
 
     The choice follows a hash of the name, so a file mostly keeps its side when others come or go.

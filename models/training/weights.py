@@ -1,6 +1,8 @@
 """Folders of weights that a run leaves, or `python -m models.export`: whole, with a tokenizer."""
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,19 @@ def tokenizer_files(source: Path | None) -> list[Path]:
     return [] if source is None else [source / name for name in COPIED if (source / name).is_file()]
 
 
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Give a new folder that takes the place of one; a kill leaves the old one, or none."""
+    new = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        yield new
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
 def write_weights(folder: Path, model: DecoderConfig, params: Any, copied: list[Path]) -> list[str]:
     """Write weights, and files beside them, into a folder; one that is there is replaced.
 
@@ -49,9 +64,8 @@ def write_weights(folder: Path, model: DecoderConfig, params: Any, copied: list[
     Returns:
         What was not copied, and why.
     """
-    new, left_out = folder.with_name(f".{folder.name}.new"), []
-    shutil.rmtree(new, ignore_errors=True)
-    try:
+    left_out = []
+    with replaced(folder) as new:
         checkpoint.write(new, model, params, max_file_bytes=5 * 10**9)
         for path in copied:
             # A link may lead to a file that is not for publishing.
@@ -61,8 +75,4 @@ def write_weights(folder: Path, model: DecoderConfig, params: Any, copied: list[
                 )
             else:
                 shutil.copy(path, new)
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return left_out

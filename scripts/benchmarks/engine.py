@@ -36,6 +36,7 @@ from flax import nnx
 from models import Decoder, generation
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
+from models.engine.engine import CACHE_DTYPES, bytes_of_token
 from models.generation import Generation
 from models.rope import Rope
 from scripts.benchmarks.recording import add_flags, recording
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", type=parse_size, default=256, metavar="N", help="requests of the traffic")
     add("--slots", type=parse_size, default=64, metavar="N", help="texts at once")
     add("--shorter", type=parse_size, default=1, metavar="N", help="divides all lengths, for a try")
-    add("--cache", metavar="DTYPE", help="type of the engine's cache (default: bfloat16)")
+    add("--cache", choices=CACHE_DTYPES, help="type of the engine's cache (default: bfloat16)")
     add("--drafts", type=int, default=0, metavar="N", help="tokens that the engine guesses")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     add("--bandwidth", type=parse_positive, default=4.3, metavar="TB/S", help="of the memory")
@@ -234,11 +235,8 @@ def bytes_of_step(config: DecoderConfig, case: Case, cache: str | None, params: 
     """Return the bytes that a step of the case "decode" reads: weights and cache."""
     size = jnp.dtype(config.compute_dtype).itemsize
     rows = 0 if config.tied else config.vocab_size * config.features
-    kept = jnp.dtype(cache or config.compute_dtype).itemsize
-    scales = 4 if kept == 1 else 0
-    token = config.num_layers * 2 * config.num_kv_heads * (config.head_dim * kept + scales)
     tokens = sum(len(x) + n / 2 for x, n in zip(case.prompts, case.answers, strict=True))
-    return size * (params - rows) + token * tokens
+    return size * (params - rows) + bytes_of_token(config, cache) * tokens
 
 
 def make_record(flags, config: DecoderConfig, case: Case, name: str, times: Times, params: int):

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
-from models.engine.engine import progress_bar
+from models.engine.engine import bytes_of_token, progress_bar
 from scripts.command import UserError, why
 from scripts.generation.source import Source, message_with_flags
 
@@ -98,7 +97,9 @@ def _request(number: int, line: str, source: Source, encode, defaults) -> Line:
     return Line(fields.get("id", number), tokens, Sampling(**(defaults | given)))
 
 
-def count_pages(config: DecoderConfig, lines: Sequence[Line], cache_dtype: str | None) -> int:
+def count_pages(
+    config: DecoderConfig, lines: Sequence[Line], cache_dtype: str | None, devices: int
+) -> int:
     """Return the pages for the longest requests that may be there at once, if they fit."""
 
     def pages(line: Line) -> int:
@@ -110,11 +111,8 @@ def count_pages(config: DecoderConfig, lines: Sequence[Line], cache_dtype: str |
     memory = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in memory:
         return needed
-    size = jnp.dtype(cache_dtype or config.compute_dtype).itemsize
-    scale = 4 if size == 1 else 0
-    page = (
-        PAGE_SIZE * config.num_layers * 2 * config.num_kv_heads * (config.head_dim * size + scale)
-    )
+    # Devices share the heads.
+    page = PAGE_SIZE * bytes_of_token(config, cache_dtype) // devices
     free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
     return max(min(needed, int(SHARE * free) // page), each[0])
 
@@ -134,7 +132,7 @@ def write_answers(
         engine = Engine(
             source.model,
             source.tokens,
-            pages=count_pages(source.model.config, lines, flags.cache),
+            pages=count_pages(source.model.config, lines, flags.cache, flags.devices),
             page_size=PAGE_SIZE,
             cache_dtype=flags.cache,
             max_requests=slots,

@@ -561,7 +561,11 @@ def test_requests_are_answered(changed, run, tmp_path):
         ('{"messages": []}', [], "line 1 of {path}: `messages` must come with a chat template."),
         ("\n", [], "--requests must have a request; got none in {path}."),
         ('{"prompt": "a"}', ["--prompt", "b"], "--requests must come without --prompt"),
-        ('{"prompt": "a"}', ["--cache", "int4"], "--cache must be None or one of float32"),
+        (
+            '{"prompt": "a", "stop": null}',
+            [],
+            "line 1 of {path}: `stop` must be a list of texts wit",
+        ),
         ('{"prompt": "a"}', ["--out", "no/x"], "--out must be a file to write; got no/x: no such"),
     ],
 )

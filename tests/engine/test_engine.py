@@ -62,6 +62,31 @@ def test_text_that_loses_its_pages_goes_on():
     assert tokens_of(answers) == [alone(x, 12) for x in PROMPTS]
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("call", [0, 3])
+def test_interrupted_step_leaves_no_named_page(monkeypatch, call, drafts):
+    """Pages that no step has computed would be shared by the next request of the same text."""
+    engine, left = engine_of(drafts=drafts, max_tokens_per_step=32), [call]
+    real = Engine._call
+
+    def interrupted(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(Engine, "_call", interrupted)
+    first = engine.submit(PROMPTS[0], GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.busy:
+            engine.step()
+    # The same request goes on, and another one of the same text is right, too.
+    second, texts = engine.submit(PROMPTS[0], GREEDY), {}
+    while engine.busy:
+        texts |= {answer.id: answer.tokens for answer in engine.step()}
+    assert texts == dict.fromkeys((first, second), alone(PROMPTS[0], 12))
+
+
 def test_drawn_text_depends_on_its_seed_alone():
     engine = engine_of(pages=14)
     each = [
@@ -313,6 +338,8 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         (lambda: Sampling(max_tokens=0), "`max_tokens` must be an int of at least 1, or None"),
         (lambda: Sampling(samples=None), "`samples` must be an int of at least 1; got None"),
         (lambda: Sampling(repetition_penalty=0), "`repetition_penalty` must be a positive number"),
+        (lambda: Sampling(stop=None), "`stop` must be a list of texts with a character; got None"),
+        (lambda: Sampling(stop_tokens=1.5), "`stop_tokens` must be a list of ints, or None; got 1"),
         (lambda: Sampling(stop="end"), "`stop` must be a list of texts with a character; got 'end"),
         (lambda: Sampling(stop_tokens=3), "`stop_tokens` must be a list of ints, or None; got 3"),
         (lambda: Sampling(top_k=0), "`top_k` must be an int of at least 1, or None; got 0"),
