@@ -1,6 +1,7 @@
 """Exact softmax attention for JAX on GPUs: blocked Pallas kernels, forward and backward.
 
-`help(pallas_flash.attention)` is the call, and `explain` says what computes it. More is in modules:
+`attention` is the call (see `help(pallas_flash.attention)`), and `explain` says what computes it.
+More is in modules:
 
     pallas_flash.masks     masks as objects, pictures of masks, packed sequences
     pallas_flash.paged     new tokens and quantised numbers for the pages of `paged_attention`

@@ -1,6 +1,7 @@
 """Other libraries' names of the arguments of `attention`, and the names to write here instead."""
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -99,7 +100,11 @@ def check_keywords(name_of_call: str, given: Mapping[str, Any], known: Collectio
             near = difflib.get_close_matches(name, known, 1)
             help_of = f"help(pallas_flash.{name_of_call})"
             guess = f"Use `{near[0]}`." if near else f"Drop it: see `{help_of}`."
+            advice = KEYWORDS.get(name, guess)
+            # `tuning.tune` does not have all arguments of `attention`.
+            if (use := re.match(r"Use `(\w+)[`=]", advice)) and use[1] not in known:
+                advice = f"Drop it: see `{help_of}`."
             raise TypeError(
                 f"`{name}` must be an argument of `{name_of_call}`; got {describe(given[name])}. "
-                f"{KEYWORDS.get(name, guess)}"
+                f"{advice}"
             )

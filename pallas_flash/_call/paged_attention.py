@@ -18,7 +18,7 @@ from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
 from pallas_flash._problem.paged import PagedProblem
 
-# Auto-selection picks the first that serves the call. "mosaic" has not been timed.
+# Auto-selection picks the first that serves the call. No GPU has run "mosaic" yet.
 AUTO = ("triton",)
 
 

@@ -13,7 +13,7 @@ from pallas_flash._execution import lowerable
 from pallas_flash._jax import compat, device
 from pallas_flash._jax.device import Target
 from pallas_flash._problem.features import FEW_QUERIES
-from pallas_flash._problem.paged import PagedProblem
+from pallas_flash._problem.paged import AnyProblem, PagedProblem
 from pallas_flash._problem.problem import Problem
 
 IMPLEMENTATIONS = ("mosaic", "triton", "interpret", "xla", "reference")
@@ -61,7 +61,7 @@ def _problem_limits(p: Problem) -> list[str]:
     return [*limits, *_array_limits(p, _arrays_in_kernels(p))]
 
 
-def _array_limits(p: Problem | PagedProblem, indexed: list) -> list[str]:
+def _array_limits(p: AnyProblem, indexed: list) -> list[str]:
     """Return why kernels cannot serve arrays of a call, of which they read some by index."""
     limits = []
     if p.dtype.name == "float64":
@@ -76,7 +76,7 @@ def _array_limits(p: Problem | PagedProblem, indexed: list) -> list[str]:
     return limits
 
 
-def _head_dim_limits(p: Problem | PagedProblem) -> list[str]:
+def _head_dim_limits(p: AnyProblem) -> list[str]:
     """Return why most kernels cannot serve a problem by its head dims; whole sentences."""
     width = max(p.head_dim, p.value_dim)
     if width <= MAX_HEAD_DIM:
@@ -139,7 +139,7 @@ def _mosaic_limits(p: Problem) -> list[str]:
     return limits
 
 
-def _mosaic_operand_limits(p: Problem | PagedProblem) -> list[str]:
+def _mosaic_operand_limits(p: AnyProblem) -> list[str]:
     """Return why kernels for Hopper do not serve a problem by its dtype or head dims."""
     limits = []
     if p.dtype.itemsize != 2:

@@ -38,9 +38,10 @@ def completed(
     if asked is None or not given_tiles(asked):
         return tiles.default(problem, f, kernels)
     asked = serving(asked, f.few_queries)
-    for kernel, tile in given_tiles(asked).items():
+    given = given_tiles(asked)
+    for kernel, tile in given.items():
         tiles.check(kernel, tile, problem, f)
-    missing = [kernel for kernel in kernels if kernel not in given_tiles(asked)]
+    missing = [kernel for kernel in kernels if kernel not in given]
     return filled(selected(asked, kernels), tiles.default(problem, f, missing))
 
 

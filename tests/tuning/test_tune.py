@@ -611,6 +611,7 @@ def test_options_are_kept(h200, search):
             for name, x in dict(return_lse=True, return_max_logits=True, config=TileSizes()).items()
         ),
         ({"causal": True}, TypeError, "Use `is_causal`"),
+        ({"block_sizes": 1}, TypeError, "Drop it: see `help\\(pallas_flash.tuning.tune"),
         ({"is_causal": 1}, TypeError, "`is_causal` must be True or False"),
         ({"query": jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.int32)}, TypeError, "got int32"),
         ({"query": [1.0]}, TypeError, "`query` must be an array"),

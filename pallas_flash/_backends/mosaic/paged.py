@@ -45,13 +45,13 @@ from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import Options, shared_arrays
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles
-from pallas_flash._problem.tile_sizes import ForwardTile
+from pallas_flash._problem.tile_sizes import ForwardTile, power_of_2
 
 plgpu = common.plgpu
 
 
 def default_tile(p: PagedProblem) -> ForwardTile:
-    """Return the tile of a call, with as many stages as there is room for. None was timed."""
+    """Return the tile of a call, with as many stages as there is room for. None ran on a GPU."""
     width = max(p.head_dim, p.value_dim)
     keys, stages = (128, 4) if width <= 64 else (128, 3) if width <= 128 else (64, 2)
     return ForwardTile(2, keys, 0, stages)
@@ -127,7 +127,7 @@ class PagedConfig(forward_kernel.NarrowConfig):
 
 def room_of(groups: int) -> int:
     """Return the rows of a query, a power of two."""
-    return 1 << (groups - 1).bit_length()
+    return power_of_2(groups)
 
 
 def scratch(p: PagedProblem, tile: ForwardTile) -> forward_kernel.Smem:
@@ -201,6 +201,7 @@ class PagedProducer(forward_kernel.ForwardProducer):
         size, unit, own = config.page_size, config.unit, work_tile.own
 
         def row(key):
+            # The block behind the last one has negative keys; its rows are not used.
             column = jnp.clip(common.quotient(key, size), 0, table.shape[1] - 1)
             page = jnp.clip(plgpu.load(table.at[work_tile.b, column]), 0, end // size - 1)
             # Where no query sees a unit, its page may hold NaN. Behind all pages copies find zeros.
@@ -331,9 +332,8 @@ def schedule(p: PagedProblem, tiles: RowTiles, kv: Tiling, warpgroups: int, spli
     missing = scheduler.DYNAMIC_COLUMNS - OWN - len(scheduler.WHERE) - blocks.shape[-1]
     columns = b, h, first, *jnp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
     table = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
-    if splits == 1:
-        # The longest first; splits are alike. Work tiles that do not exist are last.
-        table = table[jnp.argsort(jnp.where(exists, start - stop, 1), stable=True)]
+    # The longest first, all splits of it together. Work tiles that do not exist are last.
+    table = table[jnp.argsort(jnp.where(exists, start - stop, 1), stable=True)]
     before, after = np.zeros((2, 1, scheduler.DYNAMIC_COLUMNS), np.int32)
     after[0, 0] = -1
     return jnp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])

@@ -410,10 +410,12 @@ def store_zeros(ref, first, head, rows: int):
 
 
 def zero_rows(ref, first):
-    """Store zeros in the rows of a tile in shared memory from `first` on; call `fence` afterwards.
+    """Store zeros in the rows of a tile in shared memory from `first` on.
+
+    Call `fence` afterwards, or `commit_smem` where products of other warps read the tile.
 
     Args:
-        ref: one of `strips`, 16-bit [rows, width]; its swizzle leaves a row where it is.
+        ref: one of `strips` or a column block, 16-bit [rows, width]; swizzled within a row.
         first: the first row, an int32 that may be negative.
     """
     rows, width = ref.shape
