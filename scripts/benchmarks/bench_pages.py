@@ -194,7 +194,8 @@ def record_of(
     case, (heads, kv_heads, head_dim, page_size) = CASES[name], sizes
     name_of_peer, _, tile = peer.partition("=")
     record = {
-        **{"shape": f"{name}-{page_size}", "case": name, "implementation": name_of_peer},
+        **{"shape": f"{name}-{page_size}-{head_dim}", "case": name},
+        "implementation": name_of_peer,
         **{"B": len(case.new()), "T": int(case.new().max()), "S": int(case.lengths().max())},
         **{"N": heads, "K": kv_heads, "D": head_dim, "causal": True, "dtype": dtype},
         "pass": "forward",
