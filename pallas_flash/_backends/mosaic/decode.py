@@ -1,4 +1,4 @@
-"""o and lse of few queries, where reading keys and values takes nearly all the time.
+"""o and lse in decoding, where reading keys and values takes nearly all the time.
 
 This is the kernel of `paged`, with its packed query heads and its KV splits, for keys and values in
 arrays [B, S, K, H] as they are: batch elements stand for requests, and there are no pages.

@@ -157,7 +157,7 @@ class PagedConsumer(forward_kernel.ForwardConsumer):
     def clean_values(self, j):
         """Replace values that no query of the work tile sees by zeros: they may be NaN.
 
-        The first block has the last key that is seen, and the last one the first key. Each
+        The first block has the last visible key, and the last one the first visible key. Each
         warpgroup that needs the zeros stores them.
         """
         config, own = self.config, self.work_tile.own
