@@ -4,6 +4,8 @@ This is the kernel of `paged`, with its packed query heads and its KV splits, fo
 arrays [B, S, K, H] as they are: batch elements stand for requests, and there are no pages.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -91,21 +93,23 @@ def schedule(p: Problem, mask, batch: int, kv: Tiling, q: Tiling, warpgroups: in
         splits: KV splits.
     """
 
-    def ranges(queries: int, kv: Tiling):
-        """Return the range of blocks that these queries visit, [work tiles, their parts, 4]."""
-        count = q.block // queries
+    def ranges(count: int, queries: int, kv: Tiling):
+        """Return the blocks that parts of each work tile visit, [work tiles, `count`, 4]."""
         table = scheduler.block_table(mask, Tiling(p.q_len, queries), kv, "kv", batch, p.batch)
+        xp: Any = np if isinstance(table, np.ndarray) else jnp
         missing = q.count * count - table.shape[2]
-        table = jnp.pad(jnp.asarray(table[:, 0]), ((0, 0), (0, missing), (0, 0)))
-        return jnp.broadcast_to(table, (batch, *table.shape[1:])).reshape(-1, count, 4)
+        table = xp.pad(table[:, 0], ((0, 0), (0, missing), (0, 0)))
+        return xp, xp.broadcast_to(table, (batch, *table.shape[1:])).reshape(-1, count, 4)
 
+    _, slices = ranges(warpgroups, q.block // warpgroups, kv)
     # The ranges of several queries may hold keys that none of them sees, each query's do not.
-    start, *_, stop = jnp.moveaxis(ranges(1, Tiling(p.kv_len, 1)), 2, 0)
+    xp, table = ranges(min(q.block, p.q_len), 1, Tiling(p.kv_len, 1))
+    start, stop = table[..., 0], table[..., 3]
     some = start < stop
-    stop_key = jnp.where(some, stop, 0).max(axis=1)
-    first_key = jnp.minimum(jnp.where(some, start, p.kv_len).min(axis=1), stop_key)
+    stop_key = xp.where(some, stop, 0).max(axis=1)
+    first_key = xp.minimum(xp.where(some, start, np.int32(p.kv_len)).min(axis=1), stop_key)
     request, number = np.divmod(np.arange(batch * q.count, dtype=np.int32), np.int32(q.count))
     queries = np.full_like(request, p.q_len)
     of_tile = request, number * np.int32(q.block), request * queries, queries, first_key, stop_key
-    blocks = first_key // kv.block, -(-stop_key // kv.block), ranges(q.block // warpgroups, kv)
-    return paged.rows_of_schedule(p, of_tile, *blocks, splits)
+    start, stop = first_key // kv.block, -(-stop_key // kv.block)
+    return paged.rows_of_schedule(p, of_tile, start, stop, slices, splits)

@@ -368,6 +368,8 @@ def schedule(p: PagedProblem, tiles: RowTiles, kv: Tiling, warpgroups: int, spli
 def rows_of_schedule(p: AnyProblem, of_tile, start, stop, slices, splits: int):
     """Return the rows of `scheduler.dynamic_schedule`, without its counter, of `RequestRows`.
 
+    They are a NumPy array if `of_tile` and the others are.
+
     Args:
         p: the call.
         of_tile: of the queries of a work tile the request, or -1 if it does not exist, the first
@@ -378,21 +380,22 @@ def rows_of_schedule(p: AnyProblem, of_tile, start, stop, slices, splits: int):
         splits: KV splits.
     """
     # Each split has a share of the blocks that any query tile visits.
+    xp: Any = np if isinstance(slices, np.ndarray) else jnp
     split, (tiles, warpgroups, _) = np.arange(splits + 1, dtype=np.int32)[None], slices.shape
-    small, rest = jnp.divmod((stop - start)[:, None], splits)
-    cuts = (start[:, None] + split * small + jnp.minimum(split, rest))[:, :, None, None]
-    ranges = jnp.clip(slices[:, None], cuts[:, :-1], cuts[:, 1:])
+    small, rest = xp.divmod((stop - start)[:, None], np.int32(splits))
+    cuts = (start[:, None] + split * small + xp.minimum(split, rest))[:, :, None, None]
+    ranges = xp.clip(slices[:, None], cuts[:, :-1], cuts[:, 1:])
     blocks = scheduler.blocks_of_ranges(ranges.reshape(1, 1, -1, 4), warpgroups)
     blocks = blocks.reshape(tiles, splits, 1, -1)
 
     b, first, *own = (x[:, None, None] for x in of_tile)
     h = p.groups * np.arange(p.num_kv_heads, dtype=np.int32)[None, None]
     missing = scheduler.DYNAMIC_COLUMNS - OWN - len(scheduler.WHERE) - blocks.shape[-1]
-    columns = b, h, first, *jnp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
-    table = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
+    columns = b, h, first, *xp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
+    table = xp.stack(xp.broadcast_arrays(*columns), axis=-1)
     if math.prod(table.shape[:3]) > scheduler.NUM_SMS:
         # The longest first, all splits of it together. Work tiles that do not exist are last.
-        table = table[jnp.argsort(jnp.where(of_tile[0] < 0, 1, start - stop), stable=True)]
+        table = table[xp.argsort(xp.where(of_tile[0] < 0, 1, start - stop), stable=True)]
     before, after = np.zeros((2, 1, scheduler.DYNAMIC_COLUMNS), np.int32)
     after[0, 0] = -1
-    return jnp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])
+    return xp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])
