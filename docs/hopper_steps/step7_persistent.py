@@ -92,7 +92,6 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
 
                 def qk_pv(s_ref, acc_ref):
                     acc_ref[...] = acc
-                    plgpu.barrier_wait(k_full.at[stage])
                     plgpu.wgmma(s_ref, q, k_sm.at[stage].T)
                     plgpu.wgmma(acc_ref, p, v_sm.at[stage_before])
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
@@ -104,6 +103,7 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
                     return rescale(acc_new, alpha), p_new, m_new, l_new
 
                 shapes = (QUERIES, KEYS), acc.shape
+                plgpu.barrier_wait(k_full.at[stage])  # Not below: s = 0 would take instructions.
                 return pl.run_scoped(qk_pv, *(plgpu.ACC(x, jnp.float32) for x in shapes))
 
             first, last = stage_of(base), stage_of(base + count - 1)

@@ -127,7 +127,7 @@ def test_schedule_ends_when_the_page_says():
     """In units of a block; CTAs of the sixth step start in their order."""
     heads, tiles, sms = 16, 128, 132
     schedule = importlib.import_module("step7_persistent").schedule
-    rows = [row[1 : 1 + row[0, 0]] for row in schedule(1, heads, 128 * tiles, True)]
+    rows = [row[1 : 1 + row[0, 0]] for row in schedule(1, heads, 128 * tiles, True, 1)]
     assert sorted(tuple(x) for row in rows for x in row) == [
         (0, head, tile, tile + 1) for head in range(heads) for tile in range(tiles)
     ]
@@ -167,6 +167,8 @@ def test_machine_code_is_as_the_page_says(step, is_causal):
         assert row in page, row
         order = f"step {step[4]} {kernel.main.order}"
         assert order in page or step[4] not in "34", order
+        # Zeros of accumulators.
+        assert ("CS2R" in kernel.main.opcodes) == (step == STEPS[3])
 
 
 def test_benchmark_has_a_step_as_a_peer(monkeypatch):
