@@ -167,7 +167,7 @@ def attention(q, k, v, *, is_causal=False):
         functools.partial(kernel, is_causal=is_causal),
         *(rows, q, k, v),
         grid=dict(cluster=len(rows)),
-        cluster=ctas,
+        cluster=(ctas,),
         warpgroups=CONSUMERS + 1,
         scratch=[
             operand(CONSUMERS, QUERIES, head_dim),

@@ -79,7 +79,7 @@ def barriers_of_cluster(count, arrivals, ctas):
     return plgpu.ClusterBarrier(collective_axes=axes, num_barriers=count, num_arrivals=arrivals)
 
 
-def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=1):
+def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=()):
     """Return a kernel's output, which is like the last array.
 
     Args:
@@ -88,7 +88,7 @@ def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=1):
         grid: axes of CTAs by name, the first varies fastest.
         warpgroups: warpgroups of a CTA.
         scratch: specifications of shared memory and of barriers.
-        cluster: CTAs of a cluster, on the axis "rank".
+        cluster: how many CTAs a cluster has, on the axis "rank"; by default there is no such axis.
 
     Raises:
         ValueError: the last array is none of which all steps take blocks.
@@ -106,8 +106,8 @@ def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=1):
         scratch_types=scratch,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        cluster=(cluster,),
-        cluster_names=("rank",),
+        cluster=cluster,
+        cluster_names=("rank",) * len(cluster),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="attention",

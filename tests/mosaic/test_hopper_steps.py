@@ -4,6 +4,7 @@ import contextlib
 import functools
 import heapq
 import importlib
+import math
 import types
 
 import jax
@@ -42,7 +43,7 @@ def attention_of(step, is_causal):
     return functools.partial(attention, is_causal=True) if is_causal else attention
 
 
-def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=1):
+def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=()):
     """As `step_common.launch`."""
 
     def run(*refs, static, **memory):
@@ -56,7 +57,7 @@ def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=1):
         grid=grid,
         warpgroups=warpgroups,
         static=None,
-        cluster_size=cluster,
+        cluster_size=math.prod(cluster),
     )
     return o
 
