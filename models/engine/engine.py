@@ -497,7 +497,7 @@ def _step(
         table = old_table.at[row, column].set(slots[:, PAGE], mode="drop")
         slot = jnp.where(new > 0, row, count)
         tokens = jnp.where(slots[:, TOKEN] < 0, last, slots[:, TOKEN])
-        inputs, requests, ends = tokens[:, None], (lengths, table), (row, 0)
+        inputs, requests, ends = tokens[:, None], (lengths, table), None
     else:
         ends = jnp.cumsum(new)
         numbers = jnp.arange(len(tokens))
@@ -517,7 +517,7 @@ def _step(
         limits, of_row = jax.tree.map(lambda x: x[row], (limits, present))
         position = lengths[row] - (ends[row] - jnp.arange(len(tokens)))
     else:
-        stream = stream[ends]
+        stream = stream[:, 0] if ends is None else stream[ends]
     drawn, log_probability = draw(model.logits(stream), limits, position, of_row, kind)
     if not every:
         last = jnp.where(slots[:, DRAWS] > 0, drawn, last)
