@@ -162,9 +162,10 @@ def test_guessed_tokens_change_no_answer(drafts, draft):
     assert engine.warm_up() == engine.programs <= 10
     # One token, over and over: a step gives all that it guesses, and one more. So does a model that
     # guesses its own tokens.
+    prompt = [7]
     if draft is not None:
-        engine = engine_of(drafts=drafts, draft=model_of("llama"), **sizes)
-    engine.submit([7], Sampling(temperature=0, max_tokens=40))
+        prompt, engine = PROMPTS[1], engine_of(drafts=drafts, draft=model_of("llama"), **sizes)
+    engine.submit(prompt, Sampling(temperature=0, max_tokens=40))
     steps = 0
     while engine.busy:
         engine.step()
