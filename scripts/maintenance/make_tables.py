@@ -460,6 +460,38 @@ def training(file: str) -> str:
     return markdown(head, rows)
 
 
+# Cases of bench_pages.py.
+OF_PAGES = {
+    "64-4k": "64 requests of 4k decode",
+    "64-ragged-32k": "64 requests of 1 to 32k decode",
+    "one-32k": "one of 32k decodes",
+    "verify-8-64-4k": "64 of 4k, 8 drafts each",
+    "verify-8-one-32k": "one of 32k, 8 drafts",
+    "chunk-512-beside-63-4k": "512 tokens of a prompt, beside 63 of 4k that decode",
+    "chunk-512-alone-4k": "512 tokens of a prompt of 4k",
+    "chunk-512-alone-32k": "512 tokens of a prompt of 32k",
+}
+
+
+def pages(file: str) -> str:
+    """Return times of a layer's steps with pages, beside cuDNN without pages."""
+    rows = []
+    for D in sorted({r["D"] for r in records(file)}, key=lambda n: (n != 128, n)):
+        for case, name in OF_PAGES.items():
+            lines = {
+                r["implementation"]: r for r in records(file) if (r["case"], r["D"]) == (case, D)
+            }
+            if not lines:
+                continue
+            ours, *others = (lines[x] for x in ("mosaic", "triton", "cudnn"))
+            ratios = (f"{time(x) / time(ours):.2f}{TIMES}" for x in others)
+            rate = f"{ours['tflops']:.0f} TFLOP/s"
+            if "prompt" not in name:
+                rate = f"{ours['tb_per_s']:.2f} TB/s"
+            rows.append([f"{name}, head dim {D}", f"{time(ours):.3f}", rate, *ratios])
+    return markdown(["step", "ms", "", "Triton / ours", "cuDNN / ours"], rows)
+
+
 STEPS = sorted((ROOT / "docs" / "hopper_steps").glob("step[0-9]_*.py"))
 
 
@@ -541,6 +573,7 @@ TABLES = {
     "dq-errors": dq_errors,
     "errors": errors,
     "training": training,
+    "pages": pages,
     "step": step,
     "steps": steps,
     "files": files,
