@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import os
+import pathlib
+import random
 
 import jax
 import jax.numpy as jnp
@@ -407,3 +410,30 @@ def test_benchmark_times_both(tmp_path, capsys):
     assert found == list(itertools.product(("traffic", "decode"), ("engine", "generation")))
     assert all(x["tokens_per_s"] > 0 for x in lines) and "share" in lines[2]
     assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_memory_is_constant(drafts):
+    """100,000 steps of requests that come, end, are cancelled and lose their pages."""
+    draft = draft_model() if drafts else None
+    engine = engine_of(pages=14, max_tokens_per_step=16 << bool(drafts), drafts=drafts, draft=draft)
+    engine.warm_up()
+    rng, alive, pages = random.Random(0), [], []
+    for step in range(100_000):
+        if step % 10_000 == 9_999:
+            pages.append(int(pathlib.Path("/proc/self/statm").read_text().split()[1]))
+        if rng.random() < 0.3 and len(alive) < 8:
+            prompt = [rng.randrange(31) for _ in range(rng.randrange(1, 40))]
+            many, samples = rng.randrange(1, 30), rng.choice([1, 1, 2])
+            dear = dict(repetition_penalty=rng.choice([1, 1, 1.2]), seed=step)
+            sampling = Sampling(rng.choice([0, 1]), max_tokens=many, samples=samples, **dear)
+            alive.append(engine.submit(prompt, sampling))
+        if alive and rng.random() < 0.03:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+        engine.step()
+        alive = [id for id in alive if id in engine._texts]
+    assert engine.preemptions > 1000 and engine.programs <= 10
+    grown = (pages[-1] - pages[0]) * os.sysconf("SC_PAGE_SIZE")
+    assert grown < 2**22, [f"{x * os.sysconf('SC_PAGE_SIZE') / 2**20:.2f} MiB" for x in pages]
