@@ -43,6 +43,7 @@ from pallas_flash._backends.mosaic.forward_common import (
 from pallas_flash._backends.mosaic.pairs import StreamedArrays, Streams
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import Options, shared_arrays
+from pallas_flash._problem import invariance
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles
 from pallas_flash._problem.tile_sizes import ForwardTile, power_of_2
@@ -53,8 +54,8 @@ plgpu = common.plgpu
 def default_tile(p: PagedProblem) -> ForwardTile:
     """Return the tile of a call, with as many stages as there is room for. None ran on a GPU."""
     width = max(p.head_dim, p.value_dim)
-    keys, stages = (128, 4) if width <= 64 else (128, 3) if width <= 128 else (64, 2)
-    return ForwardTile(2, keys, 0, stages)
+    stages = 4 if width <= 64 else 3 if width <= 128 else 2
+    return ForwardTile(2, invariance.block_kv(width), 0, stages)
 
 
 class RequestRows(NamedTuple):
@@ -229,7 +230,9 @@ def forward(problem: PagedProblem):
     kv = Tiling(p.kv_len, tile.block_kv)
     q = Tiling(p.q_len, tile.warpgroups * ptx.ROWS // room_of(p.groups))
     tiles = RowTiles.from_problem(p, q.block, kv, groups=1)
-    splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
+    splits = 1
+    if not p.batch_invariant:
+        splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
     work_tiles = schedule(p, tiles, kv, tile.warpgroups, splits)
     ctas = min(scheduler.NUM_SMS, len(work_tiles) - 2)
     shared = shared_arrays(p, p.mask)
