@@ -174,31 +174,44 @@ def test_machine_code_of_the_forward_with(option, head_dim, max_logits):
 EQUAL = ["nothing", "causal", "lengths", "documents", "window", "sinks"]
 # Which products are fused with a sum is not known for these.
 NOT_FUSED = ["slopes", "bias, causal"]
-WINDOW = ({}, dict(is_causal=True, local_window_size=(300, 0)))
+MASKED = {
+    "window": ({}, dict(is_causal=True, local_window_size=(300, 0))),
+    "soft cap, causal": ({}, dict(logits_soft_cap=30.0, is_causal=True)),
+}
+
+
+INVARIANT = [*EQUAL, "slopes", "soft cap", "soft cap, causal"]
 
 
 @pytest.mark.parametrize(
-    ("option", "head_dim"),
+    ("option", "head_dim", "batch_invariant"),
     cases.default(
-        [("causal", 128), ("documents", 64)],
-        list(itertools.product([*EQUAL, *NOT_FUSED], [64, 128, 256])),
+        [("causal", 128, False), ("documents", 64, False), ("soft cap, causal", 128, True)],
+        [
+            *itertools.product([*EQUAL, *NOT_FUSED], [64, 128, 256], [False]),
+            *itertools.product(INVARIANT, [64, 128, 256], [True]),
+        ],
     ),
 )
-def test_blocks_have_equal_arithmetic(option, head_dim):
+def test_blocks_have_equal_arithmetic(option, head_dim, batch_invariant):
     """Whether a block is a row's first one, partial or full depends on other rows, too.
 
     So a row's bits would, if the three copies of the softmax added or fused in different ways.
     """
-    arrays, others = (OF_FORWARD | {"window": WINDOW})[option]
+    arrays, others = (OF_FORWARD | MASKED)[option]
     q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
 
     def call(q, k, v, *values):
-        return run_forward(checked((q, k, v), dict(zip(arrays, values, strict=True)) | others))
+        given = dict(zip(arrays, values, strict=True)) | others
+        return run_forward(checked((q, k, v), given | dict(batch_invariant=batch_invariant)))
 
     [kernel] = compile_kernels(call, q, q, q, *arrays.values())
     elements = kernel.tile[1] // 2  # Of a thread.
+    assert not batch_invariant or elements == (32 if head_dim == 256 else 64)
     copies = [x for x in kernel.between_products if x.get("MUFU.EX2", 0) >= elements]
     first, partial, full = ({x: copy.get(x, 0) for x in ROUND} for copy in copies)
+    # Behind the last loop, each row's maximum gets what a soft cap leaves out of scores.
+    full["FADD"] -= 2 * ("soft cap" in option)
     assert partial == full
     # Loops have a sum that orders waits, `ptx.uniform_zero`, and rescale acc.
     assert first | {"FADD": first["FADD"] + 1, "FMUL": full["FMUL"]} == full
