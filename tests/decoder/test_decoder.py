@@ -424,6 +424,11 @@ def test_packed_equals_separate(family):
         np.testing.assert_allclose(packed[part], alone[n, : len(TOKENS[part])], atol=2e-5)
 
 
+def test_batch_invariance_is_of_all_layers():
+    model = make("mistral", batch_invariant=True)
+    assert all(layer.attention.batch_invariant for layer in model.layers)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_kernels_give_the_logits_of_the_reference(implementation):
     ours, reference = (
