@@ -13,6 +13,7 @@ that are no attention, some of which the layers of a step may share. TB/s counts
 that queries see, once. cuDNN cannot read the pages: it has keys that lie side by side, a call each
 for decoding and the chunk, and no causal mask, so that its results are not compared.
 `mosaic=W,KEYS,STAGES` is "mosaic" with another tile: warpgroups, keys of a block, pipeline stages.
+`invariant` is "mosaic" with `batch_invariant=True`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ CASES = {
     # For machines without a GPU.
     "small": Case(2, 64, chunk=20),
 }
-IMPLEMENTATIONS = "triton", "mosaic", "xla"
+IMPLEMENTATIONS = "triton", "mosaic", "invariant", "xla"
 Sizes = tuple[int, int, int, int]  # N, K, head dim, page size.
 
 
@@ -138,7 +139,10 @@ def cudnn(calls):
 def program(peer: str, case: Case, arrays: dict[str, Any]) -> Callable[[], Any]:
     """Return a compiled call of a peer, without arguments."""
     name, _, numbers = peer.partition("=")
-    call: Any = functools.partial(pallas_flash.paged_attention, **{"implementation": name})
+    asked: Any = dict(implementation=name)
+    if name == "invariant":
+        asked = dict(batch_invariant=True)
+    call: Any = functools.partial(pallas_flash.paged_attention, **asked)
     if name == "cudnn":
         call, arrays = cudnn, contiguous(arrays, case)
     if not numbers:
