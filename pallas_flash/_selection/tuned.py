@@ -108,7 +108,7 @@ def key(f: CallFeatures, gpu: str) -> str:
 _SHAPE = (
     *("_problem/blocks", "_problem/masks", "_problem/mask_leaves", "_problem/traversal"),
     *("_problem/scores", "_problem/operands", "_problem/dropout", "_problem/key_center"),
-    *("_problem/checks", "_jax/hardware"),
+    *("_problem/checks", "_problem/invariance", "_jax/hardware"),
 )
 # A winner replaces the tiles of the first, and the others are never tuned.
 _NOT_KERNELS = (

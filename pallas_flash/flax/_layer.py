@@ -159,8 +159,7 @@ class SelfAttention(nnx.Module):
             features, num_heads, num_kv_heads, head_dim, rope_theta
         )
         _check_parts(rope_theta, rope=rope, linear=linear, norm=norm, attention=attention)
-        self.features = features
-        self.kv_shape = num_kv_heads, head_dim
+        self.features, self.kv_shape = features, (num_kv_heads, head_dim)
         self.dtype, self.param_dtype = dtype, param_dtype
         self.is_causal = is_causal
         self.rope_theta, self.rope = rope_theta, rope

@@ -750,7 +750,7 @@ def default_tile(f: CallFeatures) -> ForwardTile:
 
 
 def rule_of(f: CallFeatures) -> TileRule:
-    """Return the rule that decides; batch-invariant calls have only those of one `block_kv`."""
+    """Return the rule that decides; batch-invariant calls have only rules of one `block_kv`."""
     keys = invariance.block_kv(f.width)
     rules = [x for x in TILE_RULES if not f.batch_invariant or x.tile.block_kv == keys]
     return next(rule for rule in rules if f.width <= rule.width and rule.fits(f))
