@@ -18,8 +18,8 @@ from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
 from pallas_flash._problem.paged import PagedProblem
 
-# Auto-selection picks the first that serves the call. No GPU has run "mosaic" yet.
-AUTO = ("triton",)
+# Auto-selection picks the first that serves the call.
+AUTO = ("mosaic", "triton")
 
 
 def paged_attention(
@@ -83,10 +83,10 @@ def paged_attention(
     Args: Execution
         return_lse: also return the LSE, float32; -inf where a query sees no key.
         batch_invariant: as in `attention`, with which it gives the same bits. Needs "mosaic".
-        implementation: "triton" are kernels for NVIDIA GPUs, "interpret" the same kernels in
-            Pallas's interpreter, "mosaic" a kernel for Hopper GPUs that serves float16 and
-            bfloat16 in pages of a multiple of 16 tokens, "xla" plain JAX, "reference" the dense
-            definition. None is "triton" where it serves the call, else "xla".
+        implementation: "mosaic" is a kernel for Hopper GPUs that serves float16 and bfloat16 in
+            pages of a multiple of 16 tokens, "triton" are kernels for NVIDIA GPUs, "interpret" the
+            same kernels in Pallas's interpreter, "xla" plain JAX, "reference" the dense definition.
+            None is the first of "mosaic", "triton" and "xla" that serves the call.
 
     Returns:
         The output, of the shape of `query` with head dim V; with `return_lse` a pair of it and the

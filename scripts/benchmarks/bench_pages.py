@@ -5,13 +5,14 @@
     python scripts/benchmarks/bench_pages.py --peers mosaic mosaic=2,64,4 triton    # other tiles
 
 A case is a step of a server: requests that decode, drafts to verify, and a chunk of a prompt beside
-them. Pages are in random order. Each peer is first compared with plain JAX in IEEE float32. A peer
-with a wrong result gets no time. Then the peers take turns, one measurement each in a round.
+them. The step has --layers with pages of their own, in random order, and shares what all layers
+need. Each peer is first compared with plain JAX in IEEE float32. A peer with a wrong result gets no
+time. Then the peers take turns, one measurement each in a round.
 
-A time is device time, the kernels of one call by CUPTI, the median over calls: "other" are those
-that are no attention, some of which the layers of a step may share. TB/s counts the keys and values
-that queries see, once. cuDNN cannot read the pages: it has keys that lie side by side, a call each
-for decoding and the chunk, and no causal mask, so that its results are not compared.
+A time is device time, the kernels by CUPTI, the median over steps, divided by the layers: "other"
+are those that are no attention. TB/s counts the keys and values that queries see, once. cuDNN
+cannot read the pages: it has keys that lie side by side, a call each for decoding and the chunk,
+and no causal mask, so that its results are not compared.
 `mosaic=W,KEYS,STAGES` is "mosaic" with another tile: warpgroups, keys of a block, pipeline stages.
 `invariant` is "mosaic" with `batch_invariant=True`.
 """
@@ -92,17 +93,18 @@ CASES = {
 }
 IMPLEMENTATIONS = "triton", "mosaic", "invariant", "xla"
 Sizes = tuple[int, int, int, int]  # N, K, head dim, page size.
+PAGES = "key_pages", "value_pages"
 
 
-def draw(case: Case, sizes: Sizes, dtype: str) -> dict[str, Any]:
-    """Return the arguments of `paged_attention`, with pages in random order."""
+def draw(case: Case, sizes: Sizes, dtype: str, layer: int) -> dict[str, Any]:
+    """Return the arguments of `paged_attention` of a layer, with pages in random order."""
     (heads, kv_heads, head_dim, size), new, lengths = sizes, case.new(), case.lengths()
     pages, order = -(-lengths // size), np.random.default_rng(1)
     table = np.zeros((len(lengths), pages.max()), np.int32)
     table[np.arange(pages.max()) < pages[:, None]] = order.permutation(int(pages.sum()))
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(layer), 3)
     shapes = (int(new.sum()), heads, head_dim), *[(int(pages.sum()), size, kv_heads, head_dim)] * 2
-    names = "query", "key_pages", "value_pages"
+    names = "query", *PAGES
     arrays = {
         name: jax.random.normal(key, shape, dtype)
         for name, key, shape in zip(names, keys, shapes, strict=True)
@@ -118,17 +120,19 @@ def contiguous(arrays: dict[str, Any], case: Case) -> dict[str, Any]:
     _, _, heads, width = arrays["key_pages"].shape
     query = arrays["query"].reshape(-1, *arrays["query"].shape[-2:])
     several = case.requests * case.queries
-    queries = [query[:several].reshape(case.requests, -1, *query.shape[1:]), query[several:][None]]
+    queries = [
+        query[:several].reshape(case.requests, case.queries, *query.shape[1:]),
+        query[several:][None],
+    ]
     k, v = (
-        arrays[x][arrays["page_indices"]].reshape(len(case.new()), -1, heads, width)
-        for x in ("key_pages", "value_pages")
+        arrays[x][arrays["page_indices"]].reshape(len(case.new()), -1, heads, width) for x in PAGES
     )
     parts = zip(queries, (slice(case.requests), slice(case.requests, None)), strict=True)
     lengths = arrays["key_value_seq_lengths"]
     return {"calls": [(q, k[at], v[at], lengths[at]) for q, at in parts if q.size]}
 
 
-def cudnn(calls):
+def cudnn(*, calls):
     """Return the outputs of cuDNN, without a causal mask."""
     return [
         jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=n, implementation="cudnn")
@@ -136,38 +140,44 @@ def cudnn(calls):
     ]
 
 
-def program(peer: str, case: Case, arrays: dict[str, Any]) -> Callable[[], Any]:
-    """Return a compiled call of a peer, without arguments."""
+def program(peer: str, case: Case, layers: list[dict[str, Any]]) -> Callable[[], Any]:
+    """Return the compiled layers of a peer, without arguments."""
     name, _, numbers = peer.partition("=")
     asked: Any = dict(implementation=name)
     if name == "invariant":
         asked = dict(batch_invariant=True)
     call: Any = functools.partial(pallas_flash.paged_attention, **asked)
     if name == "cudnn":
-        call, arrays = cudnn, contiguous(arrays, case)
+        call, layers = cudnn, [contiguous(x, case) for x in layers]
+    # Lengths and the table are one argument each, of which all layers know that it is the same.
+    own = [{n: x for n, x in y.items() if n in (*PAGES, "query", "calls")} for y in layers]
+    shared = {n: x for n, x in layers[0].items() if n not in own[0]}
+    step = jax.jit(lambda own, shared: [call(**x, **shared) for x in own])
     if not numbers:
-        return functools.partial(jax.jit(call).lower(**arrays).compile(), **arrays)
+        return functools.partial(step.lower(own, shared).compile(), own, shared)
     warpgroups, keys, stages = map(int, numbers.split(","))
     tile = ForwardTile(warpgroups, keys, 0, stages)
     jax.clear_caches()
     with mock.patch("pallas_flash._backends.mosaic.paged.default_tile", lambda p: tile):
-        compiled = jax.jit(call).lower(**arrays).compile()
+        compiled = step.lower(own, shared).compile()
     jax.clear_caches()
-    return functools.partial(compiled, **arrays)
+    return functools.partial(compiled, own, shared)
 
 
 def measure(case: Case, sizes: Sizes, options: argparse.Namespace):
     """Yield a peer and its times, or why it has none, or its errors."""
-    arrays, ready = draw(case, sizes, options.dtype), {}
+    layers, ready = [draw(case, sizes, options.dtype, n) for n in range(options.layers)], {}
     timer: Any = cupti_timer if jax.default_backend() == "gpu" else host_timer
-    wide = {n: x.astype(jnp.float32) if x.dtype == options.dtype else x for n, x in arrays.items()}
+    wide = {
+        n: x.astype(jnp.float32) if x.dtype == options.dtype else x for n, x in layers[-1].items()
+    }
     exact = functools.partial(pallas_flash.paged_attention, implementation="xla")
     right = {"o": jax.jit(functools.partial(exact, precision="highest"))(**wide)}
     del wide
     for peer in options.peers:
         try:
-            run = program(peer, case, arrays)
-            result = run()
+            run = program(peer, case, layers)
+            *_, result = run()
             wrong = peer != "cudnn" and errors({"o": result.astype(jnp.float32)}, right)
             if wrong and is_red(wrong, options.dtype):
                 yield peer, wrong
@@ -181,22 +191,25 @@ def measure(case: Case, sizes: Sizes, options: argparse.Namespace):
     yield from take_turns(options.rounds, ready).items()
 
 
-def record_of(name: str, sizes: Sizes, dtype: str, peer: str, times: Any) -> dict[str, Any]:
+def record_of(
+    name: str, sizes: Sizes, dtype: str, layers: int, peer: str, times: Any
+) -> dict[str, Any]:
     """Return a line of results."""
     case, (heads, kv_heads, head_dim, page_size) = CASES[name], sizes
     name_of_peer, _, tile = peer.partition("=")
     record = {
-        **{"shape": f"{name}-{page_size}", "case": name, "implementation": name_of_peer},
+        **{"shape": f"{name}-{page_size}-{head_dim}", "case": name},
+        "implementation": name_of_peer,
         **{"B": len(case.new()), "T": int(case.new().max()), "S": int(case.lengths().max())},
         **{"N": heads, "K": kv_heads, "D": head_dim, "causal": True, "dtype": dtype},
         "pass": "forward",
-        "config": {"page_size": page_size, "tile": tile},
+        "config": {"page_size": page_size, "tile": tile, "layers": layers},
     }
     if not isinstance(times, list):
         return record | {"unserved" if isinstance(times, str) else "red": times}
-    ms = spread([x.ms for x in times])
+    ms = spread([x.ms / layers for x in times])
     kernels = {
-        kernel: statistics.median(x.kernels.get(kernel, 0.0) for x in times)
+        kernel: statistics.median(x.kernels.get(kernel, 0.0) for x in times) / layers
         for kernel in times[0].kernels
     }
     seen = int(case.lengths().sum()) * kv_heads * 2 * head_dim * jnp.dtype(dtype).itemsize
@@ -229,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=parse_size, metavar="INT", default=32, help="query heads")
     add("--kv-heads", type=parse_size, metavar="INT", default=8, help="key/value heads")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="dtype of all arrays")
+    add("--layers", type=parse_size, metavar="INT", default=4, help="layers of a step")
     peers = ["triton", "mosaic", "cudnn"]
     add("--peers", nargs="+", default=peers, metavar="PEER", help="implementations, and cudnn")
     add("--rounds", type=parse_size, metavar="INT", default=5, help="measurements of each peer")
@@ -263,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ):
             case, sizes = CASES[name], (options.heads, options.kv_heads, head_dim, size)
             for peer, times in measure(case, sizes, options):
-                record = record_of(name, sizes, options.dtype, peer, times)
+                record = record_of(name, sizes, options.dtype, options.layers, peer, times)
                 append(record)
                 print(line(record), flush=True)
     print(f"{time.monotonic() - start:.0f} s")

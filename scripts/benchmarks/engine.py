@@ -8,11 +8,14 @@ Weights are random, in bfloat16, and the most likely token is always taken. Ther
 
     traffic   --requests prompts of 32 to 4,096 tokens that come at once, with answers of 16 to 512,
               both log-uniform; the other implementations take --slots of them at a time
-    decode    --slots texts of 2,048 tokens, for 64 steps after their prompts
+    decode    --slots texts of 2,048 tokens, with answers of 128 + 2 * --slots, all of which are
+              still written long after the last prompt is read
 
 A line of the table is a case of an implementation: new tokens a second, the seconds until a request
-has its first token (median, and for nine of ten), milliseconds of a step (median), and the share of
---bandwidth at which a step reads the weights and the cache. Programs are compiled before.
+has its first token (median, and for nine of ten), milliseconds of a step in which all slots decode
+(median), how many of them the engine's host works and does not wait for the device (median), and
+the share of --bandwidth at which a step reads the weights and the cache. Programs are compiled
+before.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from scripts.command import Parser, UserError, command, parse_positive, parse_si
 
 PAGE_SIZE = 64
 PROMPTS, ANSWERS = (32, 4096), (16, 512)
-LENGTH, STEPS = 2048, 64
+LENGTH = 2048
 # The sizes of config.json.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": dict(
@@ -97,7 +100,7 @@ def make_case(name: str, flags: argparse.Namespace, vocab_size: int) -> Case:
     rng = np.random.default_rng(0)
     if name == "decode":
         lengths = np.full(flags.slots, LENGTH // flags.shorter)
-        answers = np.full(flags.slots, 1 + STEPS)
+        answers = np.full(flags.slots, (128 + 2 * flags.slots) // flags.shorter)
     else:
         ends = np.log(np.array([PROMPTS, ANSWERS]) // flags.shorter + 1)
         draws = rng.uniform(ends[:, :1], ends[:, 1:], (2, flags.requests))
@@ -108,11 +111,19 @@ def make_case(name: str, flags: argparse.Namespace, vocab_size: int) -> Case:
 
 @dataclasses.dataclass
 class Times:
-    """Seconds in all, until each first token, and of each step that decodes."""
+    """Seconds in all, until each first token, and of each step in which all slots decode.
+
+    Attributes:
+        total: Seconds in all.
+        first: Seconds until each request has its first token.
+        steps: Seconds of each step in which all slots decode.
+        host: Seconds of them in which the host does not wait for the device.
+    """
 
     total: float
     first: list[float]
     steps: list[float]
+    host: list[float] = dataclasses.field(default_factory=list)
 
 
 def time_engine(model: Decoder, case: Case, flags: argparse.Namespace) -> Times:
@@ -129,8 +140,17 @@ def time_engine(model: Decoder, case: Case, flags: argparse.Namespace) -> Times:
         drafts=flags.drafts,
     )
     engine.warm_up(Sampling(temperature=0))
-    before = engine.programs
-    start, first, steps = time.perf_counter(), {}, []
+    before, read = engine.programs, engine._read
+    start, first, steps, host, waited = time.perf_counter(), {}, [], [], 0.0
+
+    def wait_and_read(parts, drawn):
+        nonlocal waited
+        begin = time.perf_counter()
+        jax.block_until_ready(drawn)
+        waited = time.perf_counter() - begin
+        read(parts, drawn)
+
+    engine._read = wait_and_read
     for prompt, count in zip(case.prompts, case.answers, strict=True):
         engine.submit(prompt, Sampling(temperature=0, max_tokens=count))
     while engine.busy:
@@ -139,10 +159,11 @@ def time_engine(model: Decoder, case: Case, flags: argparse.Namespace) -> Times:
         now = time.perf_counter()
         if len(changed) == flags.slots and all(len(x.tokens) > 2 for x in changed):
             steps.append(now - begin)
+            host.append(now - begin - waited)
         for answer in changed:
             first.setdefault(answer.id, now - start)
     assert engine.programs == before, "all programs are compiled before"
-    return Times(time.perf_counter() - start, list(first.values()), steps)
+    return Times(time.perf_counter() - start, list(first.values()), steps, host)
 
 
 def batches(case: Case, size: int) -> Iterator[tuple[list[list[int]], list[int]]]:
@@ -241,7 +262,8 @@ def bytes_of_step(config: DecoderConfig, case: Case, cache: str | None, params: 
 
 def make_record(flags, config: DecoderConfig, case: Case, name: str, times: Times, params: int):
     """Return the line of a measurement."""
-    steps = times.steps or [times.total / max(case.answers)]
+    if not times.steps:
+        raise UserError(f"--slots must all decode in a step of {case.name}; got none of {name}.")
     record = {
         "shape": f"{flags.model}-{case.name}",
         "case": f"{case.name} of {flags.model}",
@@ -251,17 +273,19 @@ def make_record(flags, config: DecoderConfig, case: Case, name: str, times: Time
         "clocks": None,
         "implementation": name,
         "config": {"slots": flags.slots, "cache": flags.cache, "drafts": flags.drafts},
-        "ms": spread([1e3 * x for x in steps]),
+        "ms": spread([1e3 * x for x in times.steps]),
         "tokens_per_s": sum(case.answers) / times.total,
         "first_token_s": {
             "median": statistics.median(times.first),
             "p90": float(np.quantile(times.first, 0.9)),
         },
     }
+    if times.host:
+        record["host_ms"] = spread([1e3 * x for x in times.host])
     if case.name == "decode":
         cache = flags.cache if name == "engine" else None
         read = bytes_of_step(config, case, cache, params)
-        record["tb_per_s"] = read / statistics.median(steps) / 1e12
+        record["tb_per_s"] = read / statistics.median(times.steps) / 1e12
         record["share"] = record["tb_per_s"] / flags.bandwidth
     return record
 
@@ -282,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print(
             f"{'case':<9}{'implementation':<16}{'tokens/s':>10}{'first, s':>10}{'9 of 10':>9}"
-            f"{'step, ms':>10}{'share':>8}",
+            f"{'step, ms':>10}{'host, ms':>10}{'share':>8}",
             flush=True,
         )
         for case in [make_case(x, flags, config.vocab_size) for x in flags.cases]:
@@ -296,9 +320,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 record = make_record(flags, config, case, name, times, params)
                 append(record)
                 first, share = record["first_token_s"], record.get("share")
+                host = record.get("host_ms", {}).get("median")
                 print(
                     f"{case.name:<9}{name:<16}{record['tokens_per_s']:>10,.0f}"
                     f"{first['median']:>10.2f}{first['p90']:>9.2f}{record['ms']['median']:>10.2f}"
+                    + (f"{host:>10.2f}" if host else " " * 10)
                     + (f"{share:>8.2f}" if share else ""),
                     flush=True,
                 )

@@ -34,7 +34,7 @@ def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch):
 def test_cases_count_visible_pairs_and_have_all_pages_once():
     assert Case(2, 64, chunk=20).pairs() == 2 * 64 + 20 * 64 - 20 * 19 // 2
     case = Case(5, 100, ragged=True)
-    arrays = bench_pages.draw(case, (4, 2, 16, 16), "bfloat16")
+    arrays = bench_pages.draw(case, (4, 2, 16, 16), "bfloat16", 0)
     lengths, table = (np.asarray(arrays[x]) for x in ("key_value_seq_lengths", "page_indices"))
     pages = -(-lengths // 16)
     used = [n for row, count in zip(table, pages, strict=True) for n in row[:count]]

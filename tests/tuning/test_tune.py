@@ -37,11 +37,7 @@ from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.plan import Plan
 from pallas_flash._jax import device
 from pallas_flash._problem.problem import Gradients
-from pallas_flash._problem.tile_sizes import (
-    selected,
-    sizes_for,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import selected, sizes_for, tile_of
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
 

@@ -26,11 +26,7 @@ from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import (
-    TileSizes,
-    padded,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import TileSizes, padded, tile_of
 
 
 def forward(problem: Problem, sizes: TileSizes):

@@ -52,7 +52,7 @@ plgpu = common.plgpu
 
 
 def default_tile(p: PagedProblem) -> ForwardTile:
-    """Return the tile of a call, with as many stages as there is room for. None ran on a GPU."""
+    """Return the tile of a call, with as many stages as there is room for."""
     width = max(p.head_dim, p.value_dim)
     stages = 4 if width <= 64 else 3 if width <= 128 else 2
     return ForwardTile(2, invariance.block_kv(width), 0, stages)
@@ -335,8 +335,9 @@ def schedule(p: PagedProblem, tiles: RowTiles, kv: Tiling, warpgroups: int, spli
     missing = scheduler.DYNAMIC_COLUMNS - OWN - len(scheduler.WHERE) - blocks.shape[-1]
     columns = b, h, first, *jnp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
     table = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
-    # The longest first, all splits of it together. Work tiles that do not exist are last.
-    table = table[jnp.argsort(jnp.where(exists, start - stop, 1), stable=True)]
+    if math.prod(table.shape[:3]) > scheduler.NUM_SMS:
+        # The longest first, all splits of it together. Work tiles that do not exist are last.
+        table = table[jnp.argsort(jnp.where(exists, start - stop, 1), stable=True)]
     before, after = np.zeros((2, 1, scheduler.DYNAMIC_COLUMNS), np.int32)
     after[0, 0] = -1
     return jnp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])
