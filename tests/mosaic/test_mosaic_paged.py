@@ -48,7 +48,7 @@ def problem_of(schedule):
         ("scale", "local_window_size", "logits_soft_cap", "sinks", "alibi_slopes")
     )
     scales = dict.fromkeys(("key_scales", "value_scales", "precision"))
-    named = dict(return_lse=True, implementation="mosaic")
+    named = dict(return_lse=True, batch_invariant=False, implementation="mosaic")
     return validate(*schedule.arrays, **given | schedule.options, **scales, **named)
 
 

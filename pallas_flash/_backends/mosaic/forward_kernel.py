@@ -137,6 +137,7 @@ from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
+from pallas_flash._problem import invariance
 from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.paged import AnyProblem
 from pallas_flash._problem.problem import Problem
@@ -691,6 +692,10 @@ TILE_RULES = (
         *(64, "block masks, dropout or float32 biases", ForwardTile(2, 128, 1)),
         lambda f: f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}),
     ),
+    TileRule(
+        *(64, "batch-invariant, and what takes registers for each pair", ForwardTile(2, 128, 1)),
+        lambda f: f.batch_invariant and _takes_registers(f),
+    ),
     # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
     TileRule(64, "folded query tiles", ForwardTile(2, 128, 1, 4), lambda f: folded(f, 2)),
     TileRule(
@@ -747,8 +752,10 @@ def default_tile(f: CallFeatures) -> ForwardTile:
 
 
 def rule_of(f: CallFeatures) -> TileRule:
-    """Return the rule that decides."""
-    return next(rule for rule in TILE_RULES if f.width <= rule.width and rule.fits(f))
+    """Return the rule that decides; batch-invariant calls have only rules of one `block_kv`."""
+    keys = invariance.block_kv(f.width)
+    rules = [x for x in TILE_RULES if not f.batch_invariant or x.tile.block_kv == keys]
+    return next(rule for rule in rules if f.width <= rule.width and rule.fits(f))
 
 
 def _products_alone(f: CallFeatures) -> bool:
@@ -805,6 +812,12 @@ def check_tile(tile: ForwardTile, p: Problem) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     registers, _ = REGISTERS[tile.warpgroups]
     check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
+    keys = invariance.block_kv(max(p.head_dim, p.value_dim))
+    if p.batch_invariant and tile.block_kv != keys:
+        raise ValueError(
+            f"`config.forward` must have `block_kv={keys}` with `batch_invariant=True` at these "
+            f"head dims; got {tile}. Use {keys}."
+        )
     if not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
             "`config.forward` must have `output_slots` where values are wider than queries; "

@@ -39,6 +39,7 @@ from pallas_flash._backends.mosaic.pairs import StreamedArrays, Streams
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import Options, shared_arrays
 from pallas_flash._backends.mosaic.splits import combine, num_splits
+from pallas_flash._problem import invariance
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import AnyProblem, PagedProblem, RowTiles
 from pallas_flash._problem.tile_sizes import ForwardTile, power_of_2
@@ -49,8 +50,8 @@ plgpu = common.plgpu
 def default_tile(p: AnyProblem) -> ForwardTile:
     """Return the tile of a call, with as many stages as there is room for."""
     width = max(p.head_dim, p.value_dim)
-    keys, stages = (128, 4) if width <= 64 else (128, 3) if width <= 128 else (64, 2)
-    return ForwardTile(2, keys, 0, stages)
+    stages = 4 if width <= 64 else 3 if width <= 128 else 2
+    return ForwardTile(2, invariance.block_kv(width), 0, stages)
 
 
 class RequestRows(NamedTuple):
@@ -234,7 +235,9 @@ def forward(problem: PagedProblem):
     p, tile, requests = problem, default_tile(problem), problem.requests
     kv, q = tilings(p, tile)
     tiles = RowTiles.from_problem(p, q.block, kv, groups=1)
-    splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
+    splits = 1
+    if not p.batch_invariant:
+        splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
     work_tiles = schedule(p, tiles, kv, tile.warpgroups, splits)
     k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (p.key_pages, p.value_pages))
     results = launch(
