@@ -202,6 +202,7 @@ def halved(s, *at):
         ({"score_mod": halved}, " + score function"),
         ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),
         ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, " + dropout"),
+        ({"batch_invariant": True}, " + batch-invariant"),
     ],
 )
 def test_what_is_done_to_scores_and_probabilities_counts(options, words):
