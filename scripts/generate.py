@@ -5,6 +5,7 @@
     python scripts/generate.py Llama-3.2-1B --prompts prompts.txt --tokens 100 --temperature 0
     git diff | python scripts/generate.py Qwen2.5-0.5B-Instruct --system "Summarise this change."
     python scripts/generate.py Qwen2.5-0.5B-Instruct --requests in.jsonl --out out.jsonl
+    python scripts/generate.py Qwen2.5-0.5B-Instruct
 
 A folder of weights has config.json, model.safetensors (or shards of it) and tokenizer.json; see
 `models/families.py` for the families. If it has a chat template, a prompt is what the user says.
@@ -13,7 +14,8 @@ Nothing is downloaded.
 The standard output has the new text alone, as it is written; all else goes to the standard error.
 Several prompts are one batch. Their texts come in order, each below a line with its prompt.
 Thousands of them are a file of --requests: lines of JSON with `prompt` or `messages`, maybe `id`,
-and fields of `models.engine.Sampling` that differ from the flags.
+and fields of `models.engine.Sampling` that differ from the flags. Without a prompt, a terminal is a
+chat. The engine serves both, and no prompts.
 """
 
 import argparse
@@ -31,11 +33,13 @@ import numpy as np
 try:
     from flax import nnx
 
+    from models import engine
     from models.config import Implementation
     from models.engine.engine import CACHE_DTYPES
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
     from scripts.command import Parser, UserError, command, parse_path, parse_size, why
+    from scripts.generation.conversation import converse
     from scripts.generation.requests import read_requests, write_answers
     from scripts.generation.source import Source, message_with_flags, open_source
 except ModuleNotFoundError as error:
@@ -103,8 +107,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-p", type=float, metavar="P", help="only tokens of this share of the likeliest's")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
     add = parser.add_argument_group("computation").add_argument
-    add("--cache", choices=CACHE_DTYPES, help="type of the cache of --requests")
-    add("--drafts", type=int, default=0, metavar="N", help="tokens that --requests guess in a step")
+    add("--cache", choices=CACHE_DTYPES, help="type of the engine's cache")
+    add("--drafts", type=int, default=0, metavar="N", help="tokens that the engine guesses")
+    add("--draft", type=parse_path, metavar="FOLDER", help="a smaller model that guesses them")
     add("--devices", type=parse_size, default=1, metavar="N", help="GPUs that share the weights")
     add(
         "--dtype",
@@ -194,12 +199,23 @@ def make_sampling(flags: argparse.Namespace, source: Source) -> Sampling:
     return Sampling(**values, seed=flags.seed % 2**32)
 
 
+def engine_sampling(flags: argparse.Namespace, source: Source) -> dict[str, Any]:
+    """Return the fields of the engine's `Sampling`, by flags, or else by the folder."""
+    defaults = dataclasses.asdict(make_sampling(flags, source))
+    return defaults | dict(max_tokens=flags.tokens, stop=[utf8(stop) for stop in flags.stop])
+
+
+def chats(flags: argparse.Namespace, source: Source) -> bool:
+    """Return whether the terminal is a chat."""
+    given = flags.prompt or flags.prompts or not sys.stdin.isatty()
+    return not given and source.tokens.chat is not None and flags.chat is not False
+
+
 def answer_requests(flags: argparse.Namespace, source: Source) -> None:
     """Answer the requests of a file."""
     if flags.prompt or flags.prompts or flags.when_full != "stop":
         raise UserError("--requests must come without --prompt, --prompts and --when-full.")
-    defaults = dataclasses.asdict(make_sampling(flags, source))
-    defaults |= dict(max_tokens=flags.tokens, stop=[utf8(stop) for stop in flags.stop])
+    defaults = engine_sampling(flags, source)
 
     def tokens_of(prompt: str) -> list[int]:
         return encode(flags, source, [prompt])[0]
@@ -282,6 +298,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if flags.out is not None:
         raise UserError("--out must come with --requests; got it alone.")
+    if chats(flags, source):
+        if flags.when_full != "stop" or flags.special_tokens:
+            raise UserError("--when-full and --special-tokens must come with a prompt; got a chat.")
+        converse(flags, source, engine.Sampling(**engine_sampling(flags, source)), say)
+        return
+    if flags.cache or flags.drafts or flags.draft:
+        raise UserError("--cache, --drafts and --draft must come with --requests, or with a chat.")
     prompts = read_prompts(flags)
     tokens = encode(flags, source, prompts)
     slides, longest = flags.when_full == "slide", max(map(len, tokens)) + flags.tokens - 1

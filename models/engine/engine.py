@@ -122,6 +122,9 @@ class Engine:
         drafts: Most tokens of a text that a step guesses and checks, beside the one that it knows.
             A guess is what has followed the last three tokens before. The answers stay the same.
             Then a step waits for the tokens of the step before.
+        draft: A smaller model of the same tokens, which guesses instead. It draws with the noise of
+            the tokens that it guesses, and has pages of its own under the same numbers. Texts with
+            a repetition penalty are not guessed.
 
     Raises:
         ValueError: An argument is out of range, or of another kind.
@@ -139,11 +142,15 @@ class Engine:
         max_tokens_per_step: int = 2048,
         max_length: int | None = None,
         drafts: int = 0,
+        draft: Decoder | None = None,
     ):
-        if not isinstance(model, Decoder):
-            raise ValueError(f"`model` must be a Decoder; got {type(model).__name__}.")
+        models = [model] if draft is None else [model, draft]
+        for name, part in zip(("model", "draft"), models, strict=False):
+            if not isinstance(part, Decoder):
+                raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
         sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests)
-        max_length = model.config.context if max_length is None else max_length
+        context = min(part.config.context for part in models)
+        max_length = context if max_length is None else max_length
         sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length, drafts=drafts)
         for name, size in sizes.items():
             least = 0 if name == "drafts" else 1
@@ -158,16 +165,25 @@ class Engine:
         if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
             known = ", ".join(CACHE_DTYPES)
             raise ValueError(f"`cache_dtype` must be None or one of {known}; got {cache_dtype!r}.")
-        config = model.config
-        self._vocab_size, self._tokenizer = config.vocab_size, tokenizer
+        if draft is not None and not drafts:
+            raise ValueError("`drafts` must be at least 1 with a `draft`; got 0.")
+        if len({part.layout and part.layout.mesh for part in models}) > 1:
+            raise ValueError("`draft` must be on the devices of `model`; give both one layout.")
+        self._vocab_size, self._tokenizer = model.config.vocab_size, tokenizer
         self._page_size, self._drafts = page_size, drafts
-        self.max_length = min(config.context, pages * page_size, max_length)
-        window = config.local_window_of(0) if all(config.sliding) else None
-        left = window and window[0]
-        self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts)
-        copy = nnx.merge(*nnx.split(model))
-        copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
-        self._structure, cache, self._params = take_apart(copy)
+        self.max_length = min(context, pages * page_size, max_length)
+        windows = [x.config.local_window_of(0) if all(x.config.sliding) else None for x in models]
+        left = None if None in windows else max(window[0] for window in windows if window)
+        guess = Request.guess if draft is None else _unknown
+        self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts, guess)
+        self._structures, cache, self._params = (), [], []
+        for part in models:
+            copy = nnx.merge(*nnx.split(part))
+            copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
+            structure, *arrays = take_apart(copy)
+            self._structures += (structure,)
+            cache += arrays[0]
+            self._params += arrays[1]
         # The arrays of a step on the device, and their shardings, which steps keep.
         columns = -(-self.max_length // page_size)
         whole = cache[0].sharding if model.layout is None else model.layout.sharding()
@@ -186,7 +202,7 @@ class Engine:
         sizes = [most // 4**n for n in range(SIZES - bool(drafts))]
         self._sizes = [size for size in reversed(sizes) if size > max_requests]
         self._size_of_drafts = 1 << (least - 1).bit_length()
-        self._made: dict[tuple[int, bool], Any] = {}
+        self._made: dict[tuple[int, int], Any] = {}
         self._texts: dict[int, list[_Text]] = {}
         self._of_request: dict[Request, _Text] = {}
         self._next_id, self._flying = 0, None
@@ -219,7 +235,7 @@ class Engine:
             for size in (None, *self._sizes):
                 self._call(size, kind, self._slots.copy(), [])
             if self._drafts:
-                self._call(self._size_of_drafts, kind, self._slots.copy(), [], every=True)
+                self._call(self._size_of_drafts, kind, self._slots.copy(), [], self._drafts)
         jax.block_until_ready(self._state)
         return self.programs
 
@@ -352,9 +368,10 @@ class Engine:
                 "`set_model` needs an engine without requests; step until it has none."
             )
         params = jax.tree.leaves(nnx.state(model, nnx.Param))
-        if [(x.shape, x.dtype) for x in params] != [(x.shape, x.dtype) for x in self._params]:
+        old, rest = self._params[: (n := self._structures[0].params.num_leaves)], self._params[n:]
+        if [(x.shape, x.dtype) for x in params] != [(x.shape, x.dtype) for x in old]:
             raise ValueError("`model` must have the shapes and dtypes of the engine's model.")
-        self._params = params
+        self._params = [*params, *rest]
         self._scheduler.pages.forget()
 
     # --------------------------------------------------------------------------------- a step
@@ -395,38 +412,38 @@ class Engine:
             row[: PAGE + 1] = known[0], part.count, end, part.draws, new[-1] if new else -1
             places[part.slot] = len(tokens)
             tokens += known
-        every = any(part.draft for part in parts)
-        if every:
+        drafts = self._drafts if any(part.draft for part in parts) else 0
+        if drafts:
             size = self._size_of_drafts
         elif any(part.admitted or part.count > 1 for part in parts):
             size = next(size for size in self._sizes if size >= len(tokens))
-        drawn = self._call(size, kind, slots, tokens, every=every)
+        drawn = self._call(size, kind, slots, tokens, drafts)
         drawn.copy_to_host_async()
-        place = places.__getitem__ if every else int
+        place = places.__getitem__ if drafts else int
         return [(part, place(part.slot)) for part in parts if part.draws], drawn
 
     def _call(
-        self, size: int | None, kind: int, slots: np.ndarray, new: list[int], *, every: bool = False
+        self, size: int | None, kind: int, slots: np.ndarray, new: list[int], drafts: int = 0
     ) -> Any:
         """Run a program, and return what it draws."""
         tokens = table = None
         if size is not None:
-            kind = max(kind, DRAWN)
+            kind = kind if drafts else max(kind, DRAWN)
             tokens, table = np.zeros(size, np.int32), self._table.copy()
             tokens[: len(new)] = new
-        if (kind, every) not in self._made:
+        if (kind, drafts) not in self._made:
             shapes = [x.shape for x in jax.tree.leaves(self._state)]
             shapes = *shapes, *self._sizes, self._size_of_drafts
-            (cache, *rest), how = self._places, (self._page_size, kind, every)
-            program = _programs(self._structure, how, (tuple(cache), *rest), shapes)
-            self._made[kind, every] = program
-        program = self._made[kind, every]
+            (cache, *rest), how = self._places, (self._page_size, kind, drafts)
+            program = _programs(self._structures, how, (tuple(cache), *rest), shapes)
+            self._made[kind, drafts] = program
+        program = self._made[kind, drafts]
         self._state, drawn = program(self._state, self._params, slots, tokens, table)
         return drawn
 
     def _read(self, parts: list[tuple[Part, int]], drawn: Any) -> None:
         """Add the tokens that a step has drawn to their texts, and end those that are complete."""
-        tokens, logs = np.asarray(drawn)
+        tokens, logs, *computed = np.asarray(drawn)
         logs = logs.view(np.float32)
         for part, place in parts:
             if (text := self._of_request.get(part.request)) is None:
@@ -438,7 +455,7 @@ class Engine:
                 text.answer.log_probabilities.append(float(logs[place + number]))
                 self._scheduler.took(part.request, token)
                 end = text.end(token)
-                if end or part.draft[number : number + 1] != [token]:
+                if end or number == len(part.draft) or computed[0][place + number + 1] != token:
                     break
             self._changed.append(text.answer)
             if end is not None:
@@ -457,29 +474,37 @@ class Engine:
             del self._texts[answer.id]
 
 
+def _unknown(request: Request, count: int) -> list[int]:
+    """Stand for the guesses of a draft model, which the host does not know."""
+    return [0] * count if request.shares else []
+
+
 @functools.lru_cache(maxsize=64)
-def _programs(structure: Structure, how: tuple[int, int, bool], places: Any, shapes: Any):
+def _programs(
+    structures: tuple[Structure, ...], how: tuple[int, int, int], places: Any, shapes: Any
+):
     """Return `_step`, jitted for arrays of these shapes."""
     del shapes
     (cache, *rest), drawn = places, places[1]
-    step = functools.partial(_step, structure, *how)
+    step = functools.partial(_step, structures, *how)
     return jax.jit(step, donate_argnums=0, out_shardings=(([*cache], *rest), drawn))
 
 
 def _step(
-    structure: Structure, page_size: int, kind: int, every: bool,
+    structures: tuple[Structure, ...], page_size: int, kind: int, drafts: int,
     state: Any, params: Any, slots: Any, tokens: Any, table: Any,
 ):  # fmt: skip
     """Compute the tokens of a step, and draw those that follow.
 
     Args:
-        structure: The model without its arrays.
+        structures: The model without its arrays; then the draft model, if there is one.
         page_size: Tokens of a page.
         kind: What is computed to draw tokens.
-        every: Whether a token is drawn after each token, and not after the last one of each slot.
-        state: The cache; of each slot the last token that was drawn [slots], the pages
-            [slots, columns], and which tokens the text has [slots, vocab].
-        params: The parameters of the model.
+        drafts: Most tokens of a slot that are guesses. If there are any, a token is drawn after
+            each token, and not after the last one of each slot.
+        state: The caches of all models; of each slot the last token that was drawn [slots], the
+            pages [slots, columns], and which tokens the text has [slots, vocab].
+        params: The parameters of all models.
         slots: What each slot computes, int32 [slots, FIELDS].
         tokens: The tokens of all slots in a row, int32 [size]; -1 - s is the last one of slot s.
             None, if each slot has one token at most.
@@ -487,43 +512,82 @@ def _step(
 
     Returns:
         The state, and int32 [2, drawn]: the tokens, and the bits of the logarithms of their
-        probabilities.
+        probabilities. With `drafts` a third row has `tokens`, with all guesses.
     """
-    cache, last, old_table, present = state
+    caches, last, old_table, present = state
+    models = list(_models(structures, caches, params))
     count, columns = old_table.shape
     row, new, lengths = jnp.arange(count), slots[:, NEW], slots[:, LENGTH]
+    limits = Limits.unpacked(slots[:, PAGE + 1 :])
     if tokens is None:
         column = jnp.where(slots[:, PAGE] < 0, columns, jnp.maximum(lengths - 1, 0) // page_size)
         table = old_table.at[row, column].set(slots[:, PAGE], mode="drop")
         slot = jnp.where(new > 0, row, count)
         tokens = jnp.where(slots[:, TOKEN] < 0, last, slots[:, TOKEN])
-        inputs, requests, ends = tokens[:, None], (lengths, table), (row, 0)
+        inputs, requests, ends = tokens[:, None], (lengths, table), None
     else:
-        ends = jnp.cumsum(new)
-        numbers = jnp.arange(len(tokens))
-        slot = jnp.searchsorted(ends, numbers, side="right", method="compare_all")
-        inputs = tokens = jnp.where(tokens < 0, last[-1 - tokens], tokens)
-        requests = lengths, table, jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-        ends = jnp.maximum(ends - 1, 0)
+        starts = jnp.concatenate([jnp.zeros_like(new[:1]), jnp.cumsum(new)])
+        number = jnp.arange(len(tokens))
+        slot = jnp.searchsorted(starts[1:], number, side="right", method="compare_all")
+        tokens = jnp.where(tokens < 0, last[-1 - tokens], tokens)
+        if drafts and models[1:]:
+            guesses = _guesses(models[1], drafts, slots, table, limits, present, kind)
+            place = number - starts[slot]
+            tokens = jnp.where(place > 0, guesses[place - 1, slot], tokens)
+        inputs, requests, ends = tokens, (lengths, table, starts), jnp.maximum(starts[1:] - 1, 0)
     if kind == LIMITED:
         # A text that begins has no token.
         present = present & ((lengths > new) | (new == 0))[:, None]
         present = present.at[slot, tokens].set(True, mode="drop")
-    model = structure.model(cache, params)
-    stream = model.stream(inputs, decode=True, requests=requests)
-    limits, position, of_row = Limits.unpacked(slots[:, PAGE + 1 :]), lengths, present
-    if every:
+    # The other one computes the same tokens, so that its pages are right wherever these are.
+    stream, *_ = [_stream(model, inputs, requests) for model in models]
+    position, of_row = lengths, present
+    if drafts:
         row = jnp.minimum(slot, count - 1)
         limits, of_row = jax.tree.map(lambda x: x[row], (limits, present))
-        position = lengths[row] - (ends[row] - jnp.arange(len(tokens)))
+        position = lengths[row] - (ends[row] - number)
     else:
-        stream = stream[ends]
-    drawn, log_probability = draw(model.logits(stream), limits, position, of_row, kind)
-    if not every:
+        stream = stream[:, 0] if ends is None else stream[ends]
+    drawn, log_probability = draw(models[0].logits(stream), limits, position, of_row, kind)
+    if not drafts:
         last = jnp.where(slots[:, DRAWS] > 0, drawn, last)
     bits = jax.lax.bitcast_convert_type(log_probability, jnp.int32)
-    cache = jax.tree.leaves(nnx.state(model, nnx.Cache))
-    return (cache, last, table, present), jnp.stack([drawn, bits])
+    caches = [x for model in models for x in jax.tree.leaves(nnx.state(model, nnx.Cache))]
+    return (caches, last, table, present), jnp.stack([drawn, bits, *[tokens] * bool(drafts)])
+
+
+def _models(structures: tuple[Structure, ...], caches: Any, params: Any):
+    """Yield the models with their parts of these arrays."""
+    for structure in structures:
+        m, n = structure.cache.num_leaves, structure.params.num_leaves
+        yield structure.model(caches[:m], params[:n])
+        caches, params = caches[m:], params[n:]
+
+
+def _stream(model: Decoder, tokens: Any, requests: Any) -> Any:
+    """Return the stream of tokens, of which a draft model may lack some."""
+    tokens = jnp.minimum(tokens, model.config.vocab_size - 1)
+    return model.stream(tokens, decode=True, requests=requests)
+
+
+def _guesses(
+    draft: Decoder, drafts: int, slots: Any, table: Any, limits: Limits, present: Any, kind: int
+):
+    """Return the tokens that a draft model lets follow each slot's first one, [drafts, slots].
+
+    It draws as the model does, with the same noise, so that most guesses are what that draws where
+    the two models give tokens similar probabilities.
+    """
+    token, new, start = slots[:, TOKEN], slots[:, NEW], slots[:, LENGTH] - slots[:, NEW]
+    size, guesses = present.shape[1], []
+    for n in range(1, drafts + 1):
+        length = jnp.where(new > n, start + n, 0)
+        logits = draft.logits(_stream(draft, token[:, None], (length, table))[:, 0])[:, :size]
+        missing = size - logits.shape[1]
+        logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+        token, _ = draw(logits, limits, length, present, kind)
+        guesses.append(token)
+    return jnp.stack(guesses)
 
 
 def progress_bar(count: int, shown: bool) -> Any:

@@ -19,7 +19,7 @@ tokens that are guessed.
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 import numpy as np
@@ -92,7 +92,7 @@ class Request:
     Attributes:
         tokens: The tokens that the host knows: the prompt, then drawn ones.
         most: Number of tokens at which it ends.
-        shares: Whether it takes pages of other requests.
+        shares: Whether it takes pages of other requests, and a draft model may guess it.
         unread: Number of tokens that are drawn, or are to be, but that the host does not know yet.
         computed: Number of tokens whose keys and values are in pages, or will be after the steps
             that are planned.
@@ -172,6 +172,7 @@ class Scheduler:
         budget: Most tokens of a step, more than `slots`.
         left: Number of tokens before its own that a token sees; None for all.
         drafts: Most tokens that are guessed for a request in a step.
+        guess: Returns at most a number of tokens that may follow a request's.
 
     Attributes:
         pages: The pages.
@@ -188,8 +189,10 @@ class Scheduler:
         budget: int,
         left: int | None = None,
         drafts: int = 0,
+        guess: Callable[[Request, int], list[int]] = Request.guess,
     ):
         self.pages = Pages(pages)
+        self._guess = guess
         self.running: list[Request] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.preemptions = 0
@@ -286,7 +289,7 @@ class Scheduler:
         """Return a part with guessed tokens, as many as there is room for."""
         request, size = part.request, self._page_size
         wanted = min(self._drafts, request.most - len(request.tokens) - 1)
-        draft = request.guess(wanted) if wanted > 0 else []
+        draft = self._guess(request, wanted) if wanted > 0 else []
         while draft and len(request.pages) * size < request.computed + len(draft):
             if not self.pages.free:
                 draft = draft[: len(request.pages) * size - request.computed]

@@ -141,6 +141,7 @@ class PagedProblem(Sizes):
     bias: ClassVar[None] = None
     dropout: ClassVar[None] = None
     max_logits: ClassVar[bool] = False
+    split_output: ClassVar[bool] = False
 
     @property
     def batch(self) -> int:

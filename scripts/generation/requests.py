@@ -16,7 +16,7 @@ from models.config import DecoderConfig
 from models.engine import Engine, Sampling
 from models.engine.engine import bytes_of_token, progress_bar
 from scripts.command import UserError, why
-from scripts.generation.source import Source, message_with_flags
+from scripts.generation.source import Source, message_with_flags, open_source
 
 # Tokens of a page; most texts that are continued at once, and tokens that a step computes.
 PAGE_SIZE, MAX_REQUESTS, MAX_TOKENS = 64, 64, 2048
@@ -117,6 +117,46 @@ def count_pages(
     return max(min(needed, int(SHARE * free) // page), each[0])
 
 
+def make_engine(flags: argparse.Namespace, source: Source, pages: int, slots: int) -> Engine:
+    """Return the engine of the flags."""
+    draft, decoded = None, slots * (1 + max(flags.drafts, 0))
+    if flags.draft is not None:
+        dtype = None if flags.dtype == "auto" else flags.dtype
+        attention = source.model.config.implementation
+        draft = open_source(flags.draft, dtype, attention, flags.devices, "--draft")
+    return Engine(
+        source.model,
+        source.tokens,
+        pages=pages,
+        page_size=PAGE_SIZE,
+        cache_dtype=flags.cache,
+        max_requests=slots,
+        max_tokens_per_step=max(MAX_TOKENS, 1 << decoded.bit_length()),
+        drafts=flags.drafts,
+        draft=draft and draft.model,
+    )
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn the errors of an engine into sentences with flags.
+
+    Raises:
+        UserError: There was an error.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(message_with_flags(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            "the weights and the pages must fit the device's memory; got too many: share them by "
+            "--devices, or let --cache be int8."
+        ) from None
+
+
 def write_answers(
     flags: argparse.Namespace, source: Source, lines: Sequence[Line], say: Callable[[str], None]
 ) -> None:
@@ -126,19 +166,9 @@ def write_answers(
         UserError: A request does not fit the model or the memory, or the file cannot be written.
     """
     count = sum(line.sampling.samples for line in lines)
-    slots = min(MAX_REQUESTS, count)
-    decoded = slots * (1 + max(flags.drafts, 0))
-    try:
-        engine = Engine(
-            source.model,
-            source.tokens,
-            pages=count_pages(source.model.config, lines, flags.cache, flags.devices),
-            page_size=PAGE_SIZE,
-            cache_dtype=flags.cache,
-            max_requests=slots,
-            max_tokens_per_step=max(MAX_TOKENS, 1 << decoded.bit_length()),
-            drafts=flags.drafts,
-        )
+    pages = count_pages(source.model.config, lines, flags.cache, flags.devices)
+    with explained():
+        engine = make_engine(flags, source, pages, slots=min(MAX_REQUESTS, count))
         names = {engine.submit(line.tokens, line.sampling): line.id for line in lines}
         start, tokens = time.perf_counter(), 0
         with _opened(flags.out) as file:
@@ -155,15 +185,6 @@ def write_answers(
                         file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                     file.flush()
                     bar.update(len(ended))
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(message_with_flags(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            "the weights and the pages must fit the device's memory; got too many: share them by "
-            "--devices, or let --cache be int8."
-        ) from None
     seconds = time.perf_counter() - start
     say(
         f"wrote {count} answers of {tokens} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} a "

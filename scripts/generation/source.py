@@ -21,7 +21,7 @@ FLAGS = {
     **{"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p"},
     **{"prompts": "--prompt", "implementation": "--attention", "layout": "--devices"},
     **{"folder": "RUN_OR_FOLDER", "when_full": "--when-full", "keep": "--system"},
-    **{"drafts": "--drafts"},
+    **{"drafts": "--drafts", "draft": "--draft"},
 }
 # Fields of generation_config.json, where it says that tokens are drawn.
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
@@ -69,7 +69,11 @@ def make_layout(devices: int) -> Layout | None:
 
 
 def open_source(
-    folder: pathlib.Path, dtype: str | None, attention: str | None, devices: int = 1
+    folder: pathlib.Path,
+    dtype: str | None,
+    attention: str | None,
+    devices: int = 1,
+    flag: str = "RUN_OR_FOLDER",
 ) -> Source:
     """Return the model of a run or of a folder of weights.
 
@@ -78,12 +82,13 @@ def open_source(
         dtype: Type of the activations; None is the type of the weights.
         attention: As `implementation` of `pallas_flash.attention`.
         devices: Number of devices that share a folder's weights.
+        flag: What the command line calls the folder.
 
     Raises:
         UserError: The folder is neither, or is damaged.
     """
     if not folder.is_dir():
-        raise UserError(f"RUN_OR_FOLDER must be a folder; got {folder}.")
+        raise UserError(f"{flag} must be a folder; got {folder}.")
     layout, weights = make_layout(devices), weights_folder(folder)
     if weights is None and (folder / "checkpoints").exists():
         raise UserError(f"{folder} must have weights/, which a run writes when it ends; got none.")

@@ -16,10 +16,13 @@ from support.decoder_files import make, tokenizer_of_bytes
 from support.repository import ROOT, assert_none
 
 from models import Decoder
+from models.engine import Engine
+from models.engine.scheduler import Scheduler
 from models.generation import Generation, Sampling
 from models.tokens import Bytes, FromFolder, TextStream
 from scripts import generate
 from scripts.generate import main, read_prompts
+from scripts.generation import conversation, requests
 
 
 @pytest.fixture
@@ -366,6 +369,7 @@ MISTAKES = {
     "--prompt \udcff": "--prompt must be UTF-8; got '\\udcff'",
     "--prompt a --devices 3": "--devices must be at most 1, which JAX shows; got 3.",
     "--prompt a --system b": "--system must come with a chat; got none",
+    "--prompt a --drafts 2": "--cache, --drafts and --draft must come with --requests, or with a",
     f"--prompt {'a' * 129}": "--prompt must have at most the 128 tokens of the context; got 129",
 }
 
@@ -526,19 +530,83 @@ def test_stream_keeps_a_space_after_a_special_token():
     assert stream.text == " a"
 
 
-# --------------------------------------------------------------------------------- requests
+# --------------------------------------------------------------------------------- engine
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def chat(changed, capsys, monkeypatch):
+    """A function that chats with a model, whose guesses are its own; it returns the folder, too."""
+    folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
+    words = "--temperature", "0", "--tokens", "6", "--draft", str(folder), "--drafts", "2"
+    monkeypatch.setattr(requests, "PAGE_SIZE", 8)
+    monkeypatch.setattr(conversation, "PAGE_SIZE", 8)
+
+    def chat(lines):
+        monkeypatch.setattr("sys.stdin", Terminal(lines))
+        main([str(folder), *words])
+        return folder, capsys.readouterr().out
+
+    return chat
+
+
+def test_chat_reads_each_turn_once(chat, monkeypatch):
+    """Each answer is that of the whole chat, of which the engine has the turns before."""
+    real, read = Scheduler.plan, []
+
+    def plan(scheduler):
+        parts = real(scheduler)
+        read.extend(part.start for part in parts if part.admitted)
+        return parts
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    folder, out = chat("hello, a chat\n\nand this\n")
+    words, model = FromFolder(folder), Decoder.from_pretrained(folder)
+    messages, wanted, lengths = [], "", []
+    for line in ("hello, a chat", "and this"):
+        messages.append({"role": "user", "content": line})
+        tokens = words.encode_messages(messages)
+        made = [token for [token] in Generation(model, [tokens], 6, Sampling(0))]
+        text = words.decode(made)
+        messages.append({"role": "assistant", "content": text})
+        wanted, lengths = wanted + text + "\n", [*lengths, len(tokens)]
+    assert out == wanted
+    assert read[0] == 0 and len(read) == 2 and read[1] >= lengths[0] // 8 * 8
+
+
+def test_chat_that_is_too_long_is_refused(chat):
+    with pytest.raises(SystemExit, match=r"a chat must have at most 128 tokens; got 2..: begin"):
+        chat("a" * 200 + "\n")
+
+
+def test_interrupt_ends_the_answer_alone(chat, monkeypatch):
+    whole, real, left = chat("hello\n")[1], Engine.step, [3]
+
+    def step(engine):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return real(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+    first, second, *rest = chat("hello\nhello\n")[1].split("\n")
+    assert not rest[1:] and whole.startswith(first) and second
 
 
 def test_requests_are_answered(changed, run, tmp_path):
     folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
-    requests = [
+    lines = [
         {"prompt": "hello", "id": "a"},
         {"messages": [{"role": "user", "content": "hello"}], "samples": 2, "temperature": 1},
         {"prompt": "hello", "max_tokens": 3, "id": "b"},
         {"messages": [{"role": x, "content": "a"} for x in ("user", "assistant", "user")]},
     ]
     path, out = tmp_path / "requests", tmp_path / "out"
-    path.write_text("\n\n".join(map(json.dumps, requests)))
+    path.write_text("\n\n".join(map(json.dumps, lines)))
     assert run(folder, "--requests", path, "--out", out, *GREEDY).out == ""
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     named = {(x["id"], x["sample"]): x for x in answers}
@@ -566,6 +634,7 @@ def test_requests_are_answered(changed, run, tmp_path):
             [],
             "line 1 of {path}: `stop` must be a list of texts wit",
         ),
+        ('{"prompt": "a"}', ["--draft", "no"], "--draft must be a folder; got no."),
         ('{"prompt": "a"}', ["--out", "no/x"], "--out must be a file to write; got no/x: no such"),
     ],
 )

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import os
+import pathlib
+import random
 
 import jax
 import jax.numpy as jnp
@@ -137,28 +140,60 @@ def test_small_caches_change_logits_little(dtype):
     np.testing.assert_allclose(found, right, atol=0.15)
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_guessed_tokens_change_no_answer(drafts):
+@functools.cache
+def draft_model():
+    """A model that knows fewer tokens, and sees fewer: its pages are kept for the other one."""
+    sizes = dict(num_hidden_layers=1, vocab_size=29, max_position_embeddings=64)
+    return make("mistral", seed=1, **sizes)
+
+
+@pytest.mark.parametrize(("drafts", "draft"), [(1, None), (3, None), (3, draft_model)])
+def test_guessed_tokens_change_no_answer(drafts, draft):
     """Texts that repeat themselves, drawn in all ways, with pages that do not suffice."""
+    draft = draft and draft()
     sizes = dict(pages=20, max_tokens_per_step=32)
     prompts = [x * 3 for x in PROMPTS[2:5]] + PROMPTS
     two = dict(temperature=2, top_k=2, max_tokens=40)
     dear = Sampling(temperature=0, max_tokens=30, repetition_penalty=1.3)
     each = [Sampling(**two, seed=n) if n % 2 else dear if n == 4 else GREEDY for n in range(9)]
-    engine = engine_of(drafts=drafts, **sizes)
+    engine = engine_of(drafts=drafts, draft=draft, **sizes)
     found, right = engine.run(prompts, each), engine_of(**sizes).run(prompts, each)
     assert engine.preemptions > 1
     assert [(x.tokens, x.end) for x in found] == [(x.tokens, x.end) for x in right]
     for one, other in zip(found, right, strict=True):
         np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-4)
     assert engine.warm_up() == engine.programs <= 10
-    # One token, over and over: a step gives all that it guesses, and one more.
-    engine.submit([7], Sampling(temperature=0, max_tokens=40))
+    # One token, over and over: a step gives all that it guesses, and one more. So does a model that
+    # guesses its own tokens.
+    prompt = [7]
+    if draft is not None:
+        prompt, engine = PROMPTS[1], engine_of(drafts=drafts, draft=model_of("llama"), **sizes)
+    engine.submit(prompt, Sampling(temperature=0, max_tokens=40))
     steps = 0
     while engine.busy:
         engine.step()
         steps += 1
     assert steps < 5 + 40 / (1 + drafts)
+
+
+def test_guesses_of_a_model_keep_the_distribution():
+    """Chi-square of the third token, which a step draws after two guesses where both are right."""
+    prompt, count, vocab = [3, 1, 4], 2000, np.arange(31)
+    sizes = dict(pages=200, max_requests=40, max_tokens_per_step=128)
+    engine = engine_of(drafts=2, draft=draft_model(), **sizes)
+    engine.submit(prompt, Sampling(0.7, max_tokens=3, samples=count))
+    ended, steps = [], 0
+    while engine.busy:
+        ended += [x for x in engine.step() if x.end is not None]
+        steps += 1
+    assert 2 * count / 40 < steps < 3 * count / 40
+    one, two = (x.ravel() for x in np.meshgrid(vocab, vocab, indexing="ij"))
+    texts = jnp.stack([*[jnp.full(31**2, x) for x in prompt], one, two], axis=1)
+    p = jax.nn.softmax(model_of("llama")(texts)[:, 2:] / 0.7)
+    wanted = p[:, 0][np.arange(31**2), one] * p[:, 1][np.arange(31**2), two]
+    wanted = np.asarray(wanted @ p[:, 2]) * count
+    found = np.bincount([x.tokens[2] for x in ended], minlength=31)
+    assert ((found - wanted) ** 2 / wanted).sum() < 59.8  # of 30 degrees, once in a thousand
 
 
 # ----------------------------------------------------------------------------- ends
@@ -304,6 +339,8 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         ),
         (lambda: engine_of(max_requests=16), "must be a power of two above 16, what all requests"),
         (lambda: engine_of(drafts=4), "must be a power of two above 20, what all requests decode"),
+        (lambda: engine_of(draft=draft_model()), "`drafts` must be at least 1 with a `draft`; got"),
+        (lambda: engine_of(drafts=1, draft=3), "`draft` must be a Decoder; got int"),
         (lambda: engine_of(drafts=-1), "`drafts` must be an int of at least 0; got -1"),
         (
             lambda: engine_of(cache_dtype="int4"),
@@ -373,3 +410,28 @@ def test_benchmark_times_both(tmp_path, capsys):
     assert found == list(itertools.product(("traffic", "decode"), ("engine", "generation")))
     assert all(x["tokens_per_s"] > 0 for x in lines) and "share" in lines[2]
     assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_is_constant():
+    """100,000 steps of requests that come, end, are cancelled and lose their pages."""
+    engine = engine_of(pages=14)
+    engine.warm_up()
+    rng, alive, pages = random.Random(0), [], []
+    for step in range(100_000):
+        if step % 10_000 == 9_999:
+            pages.append(int(pathlib.Path("/proc/self/statm").read_text().split()[1]))
+        if rng.random() < 0.3 and len(alive) < 8:
+            prompt = [rng.randrange(31) for _ in range(rng.randrange(1, 40))]
+            many, samples = rng.randrange(1, 30), rng.choice([1, 1, 2])
+            dear = dict(repetition_penalty=rng.choice([1, 1, 1.2]), seed=step)
+            sampling = Sampling(rng.choice([0, 1]), max_tokens=many, samples=samples, **dear)
+            alive.append(engine.submit(prompt, sampling))
+        if alive and rng.random() < 0.03:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+        engine.step()
+        alive = [id for id in alive if id in engine._texts]
+    assert engine.preemptions > 1000 and engine.programs <= 10
+    grown = (pages[-1] - pages[0]) * os.sysconf("SC_PAGE_SIZE")
+    assert grown < 2**22, [f"{x * os.sysconf('SC_PAGE_SIZE') / 2**20:.2f} MiB" for x in pages]

@@ -21,8 +21,9 @@ from support.mosaic_cases import checked, on_sms, run_forward
 from pallas_flash._arguments.paged import validate
 from pallas_flash._autodiff.vjp import public_rows
 from pallas_flash._backends import mosaic
-from pallas_flash._backends.mosaic import decode_kernel, paged
-from pallas_flash._problem.tile_sizes import DecodeTile, ForwardTile, TileSizes
+from pallas_flash._backends.mosaic import paged
+from pallas_flash._problem import features
+from pallas_flash._problem.tile_sizes import ForwardTile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
 # Matrix units
@@ -105,7 +106,7 @@ def as_integers(o, lse):
 
 def rows(qkv, tile=TILE, sms=132, **options):
     """Output and LSE as integers, [B, T, ...]."""
-    sizes = TileSizes(**{"decode" if isinstance(tile, DecodeTile) else "forward": tile})
+    sizes = TileSizes(forward=tile)
     with emulated(sms):
         o, log_sum = mosaic.forward(checked(qkv, dict(is_causal=True) | options), sizes)
     return as_integers(o, public_rows(log_sum)[0])
@@ -187,13 +188,16 @@ def test_rows_have_other_bits(name):
 
 
 def test_splits_change_bits(monkeypatch):
-    """How many the decode kernel takes depends on the batch and on the SMs."""
+    """How many there are in decoding depends on the batch and on the SMs; one changes no bit."""
+    monkeypatch.setattr(features, "MANY_KEYS", T - 1)
 
     def decoded(splits):
-        monkeypatch.setattr(decode_kernel, "num_splits", lambda *_, **__: splits)
+        monkeypatch.setattr(paged, "num_splits", lambda *_: splits)
         q, k, v = QKV
-        return rows([q[:, -1:], k, v], DecodeTile(), query_offset=T - 1)
+        tile = ForwardTile(2, 128, 0, 3)
+        return rows([q[:, -1:], k, v], tile, query_offset=T - 1)
 
+    assert differ(decoded(1), [x[:, -1:] for x in alone()]) == 0
     assert differ(decoded(1), decoded(2)) > 0
 
 

@@ -22,7 +22,7 @@ NAMES = {
     """,
     "pallas_flash.paged": "append quantize",
     "pallas_flash.tuning": """
-        BackwardTile DecodeTile DqTile ForwardTile Mosaic Tile TileSizes Trial Triton Tuning tune
+        BackwardTile DqTile ForwardTile Mosaic Tile TileSizes Trial Triton Tuning tune
     """,
     "pallas_flash.flax": "KVCache PagedKVCache SelfAttention apply_rope attention_fn",
 }
@@ -42,10 +42,9 @@ MEMBERS = {
     "masks.SharedPrefix": "key_value query",
     "masks.Tree": "parents",
     "tuning.BackwardTile": "block_q stages",
-    "tuning.DecodeTile": "block_kv stages warpgroups",
     "tuning.DqTile": "block_kv stages warpgroups",
     "tuning.ForwardTile": "block_kv cluster_size output_slots stages warpgroups",
-    "tuning.Mosaic": "backward decode dkv dq forward",
+    "tuning.Mosaic": "backward dkv dq forward",
     "tuning.Tile": "block_kv block_q num_stages num_warps",
     "tuning.TileSizes": "backward decode dk dkv dq dv forward",
     "tuning.Trial": "failure kernel ms tile",

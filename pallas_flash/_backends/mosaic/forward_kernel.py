@@ -192,7 +192,7 @@ def scratch(p: AnyProblem, tile: ForwardTile) -> Smem:
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
-        work=scheduler.work_pipeline(p.mask, 2 * w + 1),
+        work=None if p.mask.known_on_host else scheduler.work_pipeline(2 * w + 1),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
     smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
@@ -392,12 +392,14 @@ class ForwardConsumer(Consumer):
         block, s = self.wait_qk(block, s, running=0)
         p, m, l, _ = self.softmax(block, s, m, l)
         self.smem.v.consumer_wait(self.kv_base + visited.start)
-        self.clean_values(block)
+        self.clean_values(visited.start)
         self.release_mask(visited.start, l)
         acc, p, m, l = self.steps((acc, p, m, l), visited._replace(start=visited.start + 1))
         if self.smem.o_sm is not None:
             self.queries.consumer_release(0)
         last = visited.stop - 1
+        if self.config.partial_tail:
+            self.clean_values(last)
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
     def steps(self, state, visited: scheduler.VisitedBlocks):
@@ -426,8 +428,8 @@ class ForwardConsumer(Consumer):
         turns = 1 + (visited.tail < visited.stop).astype(jnp.int32)
         return lax.fori_loop(jnp.int32(0), turns, turn, state)
 
-    def clean_values(self, block: Block):
-        """Replace values of the first block that no query sees, if they may hold NaN."""
+    def clean_values(self, j):
+        """Replace values of the j-th block that no query sees, if they may hold NaN."""
 
     def no_blocks(self, *state):
         """Take the place of `mainloop` for a query tile that sees no key."""
