@@ -89,14 +89,14 @@ QKV = draw(0)
 
 
 @contextlib.contextmanager
-def emulated(sms):
-    """A card with so many SMs, on which calls with pages have two KV splits by default."""
+def emulated(sms, splits=2):
+    """A card with so many SMs, on which packed query heads have so many KV splits by default."""
     with (
         pytest.MonkeyPatch.context() as patch,
         emulator.emulated(patch, emulator.matrix_units),
     ):
         on_sms(patch, sms)
-        patch.setattr(paged, "num_splits", lambda *_: 2)
+        patch.setattr(paged, "num_splits", lambda *_: splits)
         yield
 
 
@@ -104,10 +104,10 @@ def as_integers(o, lse):
     return np.asarray(o).view(np.uint16), np.asarray(lse).view(np.uint32)
 
 
-def rows(qkv, tile=TILE, sms=132, **options):
+def rows(qkv, tile=TILE, sms=132, splits=2, **options):
     """Output and LSE as integers, [B, T, ...]."""
     sizes = TileSizes(forward=tile)
-    with emulated(sms):
+    with emulated(sms, splits):
         o, log_sum = mosaic.forward(checked(qkv, dict(is_causal=True) | options), sizes)
     return as_integers(o, public_rows(log_sum)[0])
 
@@ -192,10 +192,9 @@ def test_splits_change_bits(monkeypatch):
     monkeypatch.setattr(features, "MANY_KEYS", T - 1)
 
     def decoded(splits):
-        monkeypatch.setattr(paged, "num_splits", lambda *_: splits)
         q, k, v = QKV
         tile = ForwardTile(2, 128, 0, 3)
-        return rows([q[:, -1:], k, v], tile, query_offset=T - 1)
+        return rows([q[:, -1:], k, v], tile, splits=splits, query_offset=T - 1)
 
     assert differ(decoded(1), [x[:, -1:] for x in alone()]) == 0
     assert differ(decoded(1), decoded(2)) > 0
