@@ -202,11 +202,15 @@ def halved(s, *at):
         ({"score_mod": halved}, " + score function"),
         ({"logits_soft_cap": 3, "sinks": jnp.zeros(2)}, " + soft cap + sinks"),
         ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, " + dropout"),
-        ({"batch_invariant": True}, " + batch-invariant"),
     ],
 )
 def test_what_is_done_to_scores_and_probabilities_counts(options, words):
     assert f" full mask{words}, T 32, S 64" in tuned.key(features(**options), "a GPU")
+
+
+def test_batch_invariant_calls_have_no_winner_of_others():
+    calls = [dataclasses.replace(features(), batch_invariant=x) for x in (False, True)]
+    assert len({tuned.key(f, "a GPU") for f in calls}) == 2
 
 
 def test_precision_counts_for_float32_however_it_is_set():
