@@ -40,7 +40,8 @@ from pallas_flash._problem.scores import Scores
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-# The arguments of `attention` that say nothing of its problem, or only what else it returns.
+# The arguments of `attention` that say nothing of its problem, or only what else it returns, or
+# leave `tuning.tune` nothing to choose.
 NOT_OF_PROBLEM = (
     "return_residual",
     "return_lse",
@@ -48,6 +49,7 @@ NOT_OF_PROBLEM = (
     "implementation",
     "config",
     "reproducible",
+    "batch_invariant",
     "context_parallelism",
 )
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")

@@ -123,8 +123,7 @@ class CallFeatures(Sizes):
     @functools.cached_property
     def few_queries(self) -> bool:
         """Whether the kernel for decoding may serve."""
-        few = self.q_len <= FEW_QUERIES or self.rows <= min(self.kv_len, FEW_ROWS)
-        return few and not self.batch_invariant
+        return self.q_len <= FEW_QUERIES or self.rows <= min(self.kv_len, FEW_ROWS)
 
     @functools.cached_property
     def decodes(self) -> bool:

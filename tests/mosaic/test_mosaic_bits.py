@@ -314,7 +314,7 @@ def whole(name, batch_invariant):
     return sequence.rows(sequence.draw(0))
 
 
-DEFAULT = [x for x in EACH if x[0] == "causal, 64"] + [("no mask, 256", "one query")]
+DEFAULT = [x for x in EACH if x[0] == "causal, 64"] + [("no mask, 256", "chunk")]
 
 
 @pytest.mark.parametrize(("name", "way"), cases.default(DEFAULT, EACH))

@@ -208,6 +208,11 @@ def test_what_is_done_to_scores_and_probabilities_counts(options, words):
     assert f" full mask{words}, T 32, S 64" in tuned.key(features(**options), "a GPU")
 
 
+def test_batch_invariant_calls_have_no_winner_of_others():
+    calls = [dataclasses.replace(features(), batch_invariant=x) for x in (False, True)]
+    assert len({tuned.key(f, "a GPU") for f in calls}) == 2
+
+
 def test_precision_counts_for_float32_however_it_is_set():
     with jax.default_matmul_precision("highest"):
         inherited = tuned.key(features(), "a GPU")

@@ -63,7 +63,7 @@ def forward(problem: Problem, tile: ForwardTile):
 
     def run(shared, query, key, value):
         work_tiles = len(query) * q.count * p.num_kv_heads
-        splits = paged.num_splits(work_tiles, kv.count)
+        splits = paged.splits_of(p, work_tiles, kv.count)
         table = schedule(p, shared[1].mask, len(query), kv, q, tile.warpgroups, splits)
         rows = query.reshape(-1, *query.shape[2:])
         operands = rows, key, value, table, splits

@@ -24,6 +24,7 @@ from pallas_flash._backends.mosaic.score_mask import (
     left_out,
     shared_arrays,
 )
+from pallas_flash._problem import invariance
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.paged import AnyProblem
@@ -258,6 +259,12 @@ def check_fits(kernel: str, tile, p: Problem, memory, columns: int, registers: i
         raise ValueError(
             "`config.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."
+        )
+    keys = invariance.block_kv(max(p.head_dim, p.value_dim))
+    if kernel == "forward" and p.batch_invariant and tile.block_kv != keys:
+        raise ValueError(
+            f"`config.forward` must have `block_kv={keys}` with `batch_invariant=True` at these "
+            f"head dims; got {tile}. Use {keys}."
         )
 
 

@@ -812,12 +812,6 @@ def check_tile(tile: ForwardTile, p: Problem) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     registers, _ = REGISTERS[tile.warpgroups]
     check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
-    keys = invariance.block_kv(max(p.head_dim, p.value_dim))
-    if p.batch_invariant and tile.block_kv != keys:
-        raise ValueError(
-            f"`config.forward` must have `block_kv={keys}` with `batch_invariant=True` at these "
-            f"head dims; got {tile}. Use {keys}."
-        )
     if not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
             "`config.forward` must have `output_slots` where values are wider than queries; "

@@ -235,9 +235,7 @@ def forward(problem: PagedProblem):
     p, tile, requests = problem, default_tile(problem), problem.requests
     kv, q = tilings(p, tile)
     tiles = RowTiles.from_problem(p, q.block, kv, groups=1)
-    splits = 1
-    if not p.batch_invariant:
-        splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
+    splits = splits_of(p, len(tiles.request) * p.num_kv_heads, kv.count)
     work_tiles = schedule(p, tiles, kv, tile.warpgroups, splits)
     k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (p.key_pages, p.value_pages))
     results = launch(
@@ -252,6 +250,11 @@ def forward(problem: PagedProblem):
         return o, lse
     exists = requests.places()[2][:, None]
     return jnp.where(exists[..., None], o, 0), jnp.where(exists, lse, -jnp.inf)
+
+
+def splits_of(p: AnyProblem, work_tiles: int, blocks: int) -> int:
+    """Return the KV splits of a call; more than one would depend on the batch."""
+    return 1 if p.batch_invariant else num_splits(work_tiles, blocks)
 
 
 def tilings(p: AnyProblem, tile: ForwardTile) -> tuple[Tiling, Tiling]:
