@@ -50,6 +50,7 @@ class DecoderConfig:
         dtype: Type of the activations; None is param_dtype.
         param_dtype: Type of the parameters that `Decoder` makes.
         implementation: As in `pallas_flash.attention`; None for auto-selection.
+        batch_invariant: As in `pallas_flash.attention`, for all layers.
         remat: Whether the backward computes a layer's activations again, to save memory. The
             residuals of attention are kept.
         source: Text of the config.json that this comes from; None where it comes from no file.
@@ -88,6 +89,7 @@ class DecoderConfig:
     dtype: str | None = None
     param_dtype: str = "float32"
     implementation: Implementation | None = None
+    batch_invariant: bool = False
     remat: bool = False
     source: str | None = dataclasses.field(default=None, repr=False)
 

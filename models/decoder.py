@@ -177,6 +177,7 @@ def attention_of(
         kernel_init=fan_in_init(config.features),
         out_kernel_init=fan_in_init(width, branches=2 * config.num_layers),
         implementation=config.implementation,
+        batch_invariant=config.batch_invariant,
         linear=Linear,
         norm=lambda size, **_: Norm(size, config),
         attention=attention,

@@ -18,7 +18,6 @@ from pallas_flash._call.tune import Trial, Tuning, tune
 from pallas_flash._problem.configurations import Mosaic, Triton
 from pallas_flash._problem.tile_sizes import (
     BackwardTile,
-    DecodeTile,
     DqTile,
     ForwardTile,
     Tile,
@@ -27,7 +26,6 @@ from pallas_flash._problem.tile_sizes import (
 
 __all__ = [
     "BackwardTile",
-    "DecodeTile",
     "DqTile",
     "ForwardTile",
     "Mosaic",

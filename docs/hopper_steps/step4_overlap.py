@@ -65,8 +65,7 @@ def kernel(q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, *barriers):
         plgpu.barrier_arrive(k_empty.at[0])
         p, m, l, _ = softmax(s, *before_any_key(QUERIES), scale)
         plgpu.barrier_wait(v_full.at[0])
-        state = zeros(QUERIES, head_dim), p, m, l
-        acc, p, _, l = lax.fori_loop(1, count, step, state)
+        acc, p, _, l = lax.fori_loop(1, count, step, (zeros(QUERIES, head_dim), p, m, l))
         acc = product(p, v_sm.at[(count - 1) % STAGES], acc)
 
         q[...] = (acc / along_rows(l, acc)).astype(jnp.bfloat16)

@@ -62,7 +62,6 @@ def kernel(q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, *barriers, is_causal):
 
             def qk_pv(s_ref, acc_ref):
                 acc_ref[...] = acc
-                plgpu.barrier_wait(k_full.at[stage])
                 plgpu.wgmma(s_ref, q, k_sm.at[stage].T)
                 plgpu.wgmma(acc_ref, p, v_sm.at[stage_before])
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
@@ -74,6 +73,7 @@ def kernel(q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, *barriers, is_causal):
                 return rescale(acc_new, alpha), p_new, m_new, l_new
 
             shapes = (QUERIES, KEYS), acc.shape
+            plgpu.barrier_wait(k_full.at[stage])  # Not below: s = 0 would take instructions.
             return pl.run_scoped(qk_pv, *(plgpu.ACC(x, jnp.float32) for x in shapes))
 
         plgpu.barrier_wait(k_full.at[0])
@@ -83,8 +83,7 @@ def kernel(q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, *barriers, is_causal):
             s = hide_later_keys(s, tile_of_warpgroup * QUERIES, (count - 1) * KEYS)
         p, m, l, _ = softmax(s, *before_any_key(QUERIES), scale)
         plgpu.barrier_wait(v_full.at[0])
-        state = zeros(QUERIES, head_dim), p, m, l
-        acc, p, _, l = lax.fori_loop(1, count, step, state)
+        acc, p, _, l = lax.fori_loop(1, count, step, (zeros(QUERIES, head_dim), p, m, l))
         acc = product(p, v_sm.at[stage_of(count - 1)], acc)
 
         q[...] = (acc / along_rows(l, acc)).astype(jnp.bfloat16)

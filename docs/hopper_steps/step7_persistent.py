@@ -1,4 +1,4 @@
-"""Step 7: CTAs stay, and take work tiles from a schedule, so that tiles overlap each other."""
+"""Step 7: CTAs stay and take work tiles from a schedule; without a mask two share all blocks."""
 
 import functools
 import heapq
@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from step_common import (
     along_rows,
+    barriers_of_cluster,
     before_any_key,
     hide_later_keys,
     launch,
@@ -41,49 +42,46 @@ def stage_of(j):
     return lax.rem(j, jnp.int32(STAGES))
 
 
-def schedule(batch, heads, length, is_causal):
-    """Return for each CTA rows of (batch, head, tile, blocks); in front stands how many.
+def schedule(batch, heads, length, is_causal, ctas):
+    """Return for each cluster rows of (batch, head, tile, blocks); in front stands how many.
 
     Heads follow one another, so that the keys of one stay in the L2 cache. The longest tile of a
-    head is first, and the CTA that is free first takes it.
+    head is first, and the cluster that is free first takes it: a tile for each of its `ctas`.
     """
-    tiles = length // (CONSUMERS * QUERIES)
-    free = [(0.0, cta) for cta in range(min(SMS, batch * heads * tiles))]
+    tiles = range(0, length // (CONSUMERS * QUERIES), ctas)
+    free = [(0.0, cluster) for cluster in range(min(SMS // ctas, batch * heads * len(tiles)))]
     work = [[] for _ in free]
-    for b, h, tile in itertools.product(range(batch), range(heads), reversed(range(tiles))):
-        time, cta = heapq.heappop(free)
+    for b, h, tile in itertools.product(range(batch), range(heads), reversed(tiles)):
+        time, cluster = heapq.heappop(free)
         count = tile + 1 if is_causal else length // KEYS
-        work[cta].append((b, h, tile, count))
-        # A tile takes the time of its blocks, and of about 1.5 for its beginning and its end.
-        heapq.heappush(free, (time + count + 1.5, cta))
+        work[cluster].append((b, h, tile, count))
+        heapq.heappush(free, (time + count + 1.5, cluster))  # 1.5: its beginning and its end.
     rows = np.zeros((len(work), 1 + max(map(len, work)), 4), np.int32)
-    for row, tiles_of_cta in zip(rows, work, strict=True):
-        row[0], row[1 : 1 + len(tiles_of_cta)] = len(tiles_of_cta), tiles_of_cta
+    for row, its_tiles in zip(rows, work, strict=True):
+        row[0], row[1 : 1 + len(its_tiles)] = len(its_tiles), its_tiles
     return rows
 
 
 def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *barriers, is_causal):
     """Compute the work tiles of one CTA."""
-    q_full, q_empty, k_full, v_full, k_empty, v_empty = barriers
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    q_full, q_empty, k_full, v_full, k_empty, v_empty, ended = barriers
+    cluster, rank, warpgroup = (lax.axis_index(x) for x in ("cluster", "rank", "warpgroup"))
     head_dim = k_ref.shape[-1]
     scale = head_dim**-0.5
 
     def for_each_work_tile(body):
-        """Run body(i, base, batch, head, tile, count); base counts blocks of earlier tiles."""
-
-        def run(i, base):
-            work = [plgpu.load(schedule_ref.at[cta, i + 1, n]) for n in range(4)]
+        def run(i, base):  # base counts blocks of earlier tiles.
+            work = [plgpu.load(schedule_ref.at[cluster, i + 1, n]) for n in range(4)]
             body(i, base, *work)
             return base + work[3]
 
-        lax.fori_loop(0, plgpu.load(schedule_ref.at[cta, 0, 0]), run, jnp.int32(0))
+        lax.fori_loop(0, plgpu.load(schedule_ref.at[cluster, 0, 0]), run, jnp.int32(0))
 
     def consume():
         plgpu.set_max_registers(240, action="increase")
 
         def work_tile(i, base, batch, head, tile, count):
-            tile_of_warpgroup = tile * CONSUMERS + warpgroup
+            tile_of_warpgroup = (tile + rank) * CONSUMERS + warpgroup
             queries = batch, pl.ds(tile_of_warpgroup * QUERIES, QUERIES), head
             q, o = q_sm.at[warpgroup], o_sm.at[warpgroup]
             plgpu.barrier_wait(q_full.at[warpgroup])
@@ -94,7 +92,6 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
 
                 def qk_pv(s_ref, acc_ref):
                     acc_ref[...] = acc
-                    plgpu.barrier_wait(k_full.at[stage])
                     plgpu.wgmma(s_ref, q, k_sm.at[stage].T)
                     plgpu.wgmma(acc_ref, p, v_sm.at[stage_before])
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
@@ -106,6 +103,7 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
                     return rescale(acc_new, alpha), p_new, m_new, l_new
 
                 shapes = (QUERIES, KEYS), acc.shape
+                plgpu.barrier_wait(k_full.at[stage])  # Not below: s = 0 would take instructions.
                 return pl.run_scoped(qk_pv, *(plgpu.ACC(x, jnp.float32) for x in shapes))
 
             first, last = stage_of(base), stage_of(base + count - 1)
@@ -116,8 +114,7 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
                 s = hide_later_keys(s, tile_of_warpgroup * QUERIES, (count - 1) * KEYS)
             p, m, l, _ = softmax(s, *before_any_key(QUERIES), scale)
             plgpu.barrier_wait(v_full.at[first])
-            state = zeros(QUERIES, head_dim), p, m, l
-            acc, p, _, l = lax.fori_loop(1, count, step, state)
+            acc, p, _, l = lax.fori_loop(1, count, step, (zeros(QUERIES, head_dim), p, m, l))
             plgpu.barrier_arrive(q_empty.at[warpgroup])
             acc = product(p, v_sm.at[last], acc)
             plgpu.barrier_arrive(v_empty.at[last])
@@ -129,31 +126,33 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
 
         for_each_work_tile(work_tile)
         plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_arrive(ended.at[0])  # The other CTA may still arrive at barriers of this one.
+        plgpu.barrier_wait(ended.at[0])
 
     def produce():
         plgpu.set_max_registers(24, action="decrease")
+        share = functools.partial(plgpu.copy_gmem_to_smem, collective_axes="rank")
 
         def load_keys_and_values(i, base, batch, head, tile, count):
             def copy(j, _):
                 stage, keys = stage_of(base + j), (batch, pl.ds((count - 1 - j) * KEYS, KEYS), head)
                 pl.when(base + j >= STAGES)(lambda: plgpu.barrier_wait(k_empty.at[stage]))
-                plgpu.copy_gmem_to_smem(k_ref.at[keys], k_sm.at[stage], k_full.at[stage])
+                share(k_ref.at[keys], k_sm.at[stage], k_full.at[stage])
                 pl.when(base + j >= STAGES)(lambda: plgpu.barrier_wait(v_empty.at[stage]))
-                plgpu.copy_gmem_to_smem(v_ref.at[keys], v_sm.at[stage], v_full.at[stage])
+                share(v_ref.at[keys], v_sm.at[stage], v_full.at[stage])
 
             lax.fori_loop(0, count, copy, None)
 
         def load_queries(consumer, i, base, batch, head, tile, count):
-            queries = batch, pl.ds((tile * CONSUMERS + consumer) * QUERIES, QUERIES), head
+            queries = batch, pl.ds(((tile + rank) * CONSUMERS + consumer) * QUERIES, QUERIES), head
             pl.when(i > 0)(lambda: plgpu.barrier_wait(q_empty.at[consumer]))
             plgpu.copy_gmem_to_smem(q_ref.at[queries], q_sm.at[consumer], q_full.at[consumer])
 
         @plgpu.warp_map
         def _(warp):
             pl.when(warp == 0)(lambda: for_each_work_tile(load_keys_and_values))
-            for n in range(CONSUMERS):
-                load = functools.partial(load_queries, n)
-                pl.when(warp == n + 1)(functools.partial(for_each_work_tile, load))
+            load = functools.partial(load_queries, warp - 1)
+            pl.when((warp > 0) & (warp <= CONSUMERS))(lambda: for_each_work_tile(load))
 
     pl.when(warpgroup < CONSUMERS)(consume)
     pl.when(warpgroup == CONSUMERS)(produce)
@@ -162,11 +161,13 @@ def kernel(schedule_ref, q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, o_sm, *ba
 def attention(q, k, v, *, is_causal=False):
     """Return softmax(q k.T / sqrt(H)) v for bfloat16 [B, T, N, H]."""
     batch, length, heads, head_dim = q.shape
-    rows = schedule(batch, heads, length, is_causal)
+    ctas = 1 if is_causal else 2  # Of a cluster.
+    rows = schedule(batch, heads, length, is_causal, ctas)
     return launch(
         functools.partial(kernel, is_causal=is_causal),
         *(rows, q, k, v),
-        grid=dict(cta=len(rows)),
+        grid=dict(cluster=len(rows)),
+        cluster=(ctas,),
         warpgroups=CONSUMERS + 1,
         scratch=[
             operand(CONSUMERS, QUERIES, head_dim),
@@ -174,6 +175,6 @@ def attention(q, k, v, *, is_causal=False):
             operand(CONSUMERS, QUERIES, head_dim),
             *[plgpu.Barrier(num_barriers=CONSUMERS)] * 2,
             *[plgpu.Barrier(num_barriers=STAGES)] * 2,
-            *[plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS)] * 2,
+            *[barriers_of_cluster(STAGES, CONSUMERS, ctas)] * 3,
         ],
     )

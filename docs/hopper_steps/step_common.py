@@ -71,7 +71,15 @@ def operand(*shape):
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
 
 
-def launch(kernel, *arrays, grid, warpgroups, scratch):
+def barriers_of_cluster(count, arrivals, ctas):
+    """Return a specification of barriers at which so many arrive in each CTA of a cluster."""
+    if ctas == 1:
+        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+    axes = ("rank",)
+    return plgpu.ClusterBarrier(collective_axes=axes, num_barriers=count, num_arrivals=arrivals)
+
+
+def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=()):
     """Return a kernel's output, which is like the last array.
 
     Args:
@@ -80,15 +88,16 @@ def launch(kernel, *arrays, grid, warpgroups, scratch):
         grid: axes of CTAs by name, the first varies fastest.
         warpgroups: warpgroups of a CTA.
         scratch: specifications of shared memory and of barriers.
+        cluster: how many CTAs a cluster has, on the axis "rank"; by default there is no such axis.
 
     Raises:
         ValueError: the last array is none of which all steps take blocks.
     """
     like = jax.ShapeDtypeStruct(arrays[-1].shape, arrays[-1].dtype)
     _, length, _, head_dim = like.shape
-    if length % 128 or head_dim not in (64, 128) or like.dtype != jnp.bfloat16:
+    if length % 256 or head_dim not in (64, 128) or like.dtype != jnp.bfloat16:
         raise ValueError(
-            "q, k and v must be bfloat16 [B, T, N, H] with T a multiple of 128 and H of 64 or 128; "
+            "q, k and v must be bfloat16 [B, T, N, H] with T a multiple of 256 and H of 64 or 128; "
             f"got {like}."
         )
     return plgpu.kernel(
@@ -97,6 +106,8 @@ def launch(kernel, *arrays, grid, warpgroups, scratch):
         scratch_types=scratch,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        cluster=cluster,
+        cluster_names=("rank",) * len(cluster),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="attention",

@@ -28,6 +28,8 @@ from models.training.text import Batch, Text, split_files
 ROLES = ("system", "user", "assistant", "tool")
 # Fields of a message that are read here, or that templates are known to read.
 KNOWN = {"role", "content", "weight", "name", "tool_calls", "tool_call_id"}
+# Where packed documents may begin in batch-invariant attention.
+ALIGNED = 128
 
 
 class Rows(NamedTuple):
@@ -70,10 +72,15 @@ class Rows(NamedTuple):
         return Batch(*map(read, self))
 
 
-def pack(conversations: Sequence[np.ndarray], length: int) -> Rows:
-    """Pack conversations, [tokens, 2], into rows, the longest first, each where it just fits."""
+def pack(conversations: Sequence[np.ndarray], length: int, aligned: int = 1) -> Rows:
+    """Pack conversations, [tokens, 2], into rows, the longest first, each where it just fits.
+
+    Each begins at a multiple of `aligned`, and padding has the number of the one before it.
+    """
     rows, free = [], []
-    for conversation in sorted(conversations, key=len, reverse=True):
+    padding = [min(-len(x) % aligned, length - len(x)) for x in conversations]
+    padded = (np.pad(x, ((0, n), (0, 0))) for x, n in zip(conversations, padding, strict=True))
+    for conversation in sorted(padded, key=len, reverse=True):
         at = bisect.bisect_left(free, (len(conversation), -1))
         room, row = free.pop(at) if at < len(free) else (length, len(rows))
         if row == len(rows):
@@ -184,7 +191,8 @@ def load_conversations(config: TrainConfig) -> Text:
     # Equal lines are on one side.
     split = split_files([(x, np.concatenate(y)) for x, y in conversations.items()])
     sides = [[x for line, _ in side for x in conversations[line]] for side in split]
-    train, held_out = (pack(side, length) for side in sides)
+    aligned = ALIGNED if config.batch_invariant else 1
+    train, held_out = (pack(side, length, aligned) for side in sides)
     passes = config.steps * config.batch_size / (len(train.tokens) - 1)
     said = [
         counts_of(sides[0], train, "to train on"),

@@ -183,7 +183,7 @@ class RunFolder:
         changed = [
             HASHED.get(name) or f"`{name}` (there {saved.get(name)!r}, now {now!r})"
             for name, now in self._settings.items()
-            if name not in FREE and saved.get(name) != now
+            if name not in FREE and saved.get(name, getattr(TrainConfig, name, None)) != now
         ]
         if changed:
             raise UserError(

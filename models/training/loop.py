@@ -243,7 +243,8 @@ def gradient_error(
     sizes = layout.mesh.shape
     whole, shares = sizes["sequence"], sizes["data"] * sizes["fsdp"]
     context = max(min(config.context, GRADIENT_CONTEXT) // whole, 1) * whole
-    model = dataclasses.replace(model, dtype="float32", param_dtype="float32")
+    exact = dict(dtype="float32", param_dtype="float32", batch_invariant=False)
+    model = dataclasses.replace(model, **exact)
     check = dataclasses.replace(config, context=context, batch_size=max(2, shares), accumulation=1)
     # All tokens carry loss, because the first ones of a long conversation may be no answer.
     batch = training_batch(text, 1, check, layout)._replace(answers=None)

@@ -187,6 +187,7 @@ def explain_attention(
             key,
             is_causal=True,
             implementation=model.implementation,
+            batch_invariant=model.batch_invariant,
             segment_ids=ids,
             local_window_size=model.local_window_of(0),
             logits_soft_cap=model.attention_soft_cap,

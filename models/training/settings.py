@@ -41,6 +41,7 @@ HELP = {
     "dtype": "type of the activations; else bfloat16 on a GPU and float32 elsewhere",
     "param_dtype": "type of the parameters",
     "attention": "implementation of pallas_flash.attention, which else chooses",
+    "batch_invariant": "whether a token's attention has the same bits as in generation; Hopper",
     "remat": "whether the backward computes activations again, to save memory; not attention's",
     "data": "text, a folder of text, or tokens by prepare_tokens.py; else Python's own source",
     "conversations": "file of conversations to tune weights on; see docs/training.md",
@@ -82,6 +83,7 @@ class TrainConfig:
     dtype: str | None = None
     param_dtype: str = "float32"
     attention: str | None = None
+    batch_invariant: bool = False
     remat: bool = False
     data: str | None = None
     conversations: str | None = None
@@ -194,6 +196,7 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         implementation=config.attention,
+        batch_invariant=config.batch_invariant,
         remat=config.remat,
     )
 

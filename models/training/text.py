@@ -210,6 +210,11 @@ def load_text(config: TrainConfig) -> Text:
     prepared = config.data is not None and any(
         (x / TOKENS).exists() for x in (folder, folder / NEW)
     )
+    if prepared and config.batch_invariant:
+        raise UserError(
+            "`batch_invariant` must be False with tokens by prepare_tokens.py, whose documents "
+            "begin anywhere in a row; got True: give `data` as text, or `conversations`."
+        )
     text = map_tokens(folder) if prepared else text_of_bytes(config)
     sizes = [len(side.tokens) for side in (text.train, text.held_out)]
     if min(sizes) <= config.context:

@@ -78,6 +78,7 @@ def validate(
     broadcast_dropout,
     precision,
     return_max_logits,
+    batch_invariant,
     sequence_axis,
 ) -> Problem:
     """Return the problem of a call of `attention`; raise if its arguments are wrong."""
@@ -85,11 +86,10 @@ def validate(
     _check_inputs(query, key, value)
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
-    batch, q_len, num_heads, head_dim = query.shape
-    kv_len = key.shape[1]
+    (batch, q_len, num_heads, head_dim), kv_len = query.shape, key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
     divided, shards = _devices(sequence_axis, q_len, kv_len)
-    query, scale, any_scale = _scale(scale, query, head_dim)
+    query, scale, any_scale = _scale(scale, query, head_dim, known=batch_invariant)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     function = fitted_score_mod(score_mod, scale.dtype)
     positions = dict(
@@ -132,6 +132,7 @@ def validate(
         precision=_precision(precision),
         any_scale=any_scale,
         max_logits=flag("return_max_logits", return_max_logits),
+        batch_invariant=flag("batch_invariant", batch_invariant),
     )
 
 
@@ -323,8 +324,10 @@ def _check_inputs(query, key, value) -> None:
         )
 
 
-def _scale(scale: Any, query, head_dim):
+def _scale(scale: Any, query, head_dim, *, known: bool):
     """Return `query` with the sign of the scale, the scale's size, and whether it may exceed 1.
+
+    If it must be `known`, an array is refused: other kernels serve it than a number.
 
     The kernels take the maximum of the raw products and scale only the maximum, which is right for
     a scale that is not negative. Moving the sign to the queries is exact. It happens outside the
@@ -343,6 +346,11 @@ def _scale(scale: Any, query, head_dim):
             )
         size = abs(float(number))
         return (-query if number < 0 else query), jnp.asarray(size, dtype), size > 1
+    if known:
+        raise ValueError(
+            "`scale` must be None or a number with `batch_invariant=True`; got "
+            f"{describe(scale)}. Multiply `query` by an array, and pass `scale=1.0`."
+        )
     if not is_array(scale) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
             f"`scale` must be a number or a floating-point scalar array; got {describe(scale)}. "

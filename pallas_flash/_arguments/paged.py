@@ -47,6 +47,7 @@ def validate(
     alibi_slopes,
     precision,
     return_lse,
+    batch_invariant,
     implementation,
 ) -> PagedProblem:
     """Return the problem of a call of `paged_attention`; raise if its arguments are wrong."""
@@ -73,7 +74,7 @@ def validate(
             f"heads and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages "
             "are [P, page_size, K, H]."
         )
-    query, scale, any_scale = _scale(scale, query, head_dim)
+    query, scale, any_scale = _scale(scale, query, head_dim, known=batch_invariant)
     return PagedProblem(
         query=query,
         key_pages=pages[0],
@@ -88,6 +89,7 @@ def validate(
         soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
         precision=_precision(precision),
         any_scale=any_scale,
+        batch_invariant=flag("batch_invariant", batch_invariant),
     )
 
 

@@ -22,7 +22,7 @@ from pallas_flash._autodiff import linear_map, vjp
 from pallas_flash._backends import reference
 from pallas_flash._execution import context, partition
 from pallas_flash._execution.plan import Plan
-from pallas_flash._problem import configurations
+from pallas_flash._problem import configurations, invariance
 from pallas_flash._problem.configurations import Configuration
 from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash._problem.problem import Problem
@@ -83,6 +83,7 @@ class Options(TypedDict, total=False):
     implementation: Implementation | None
     config: Configuration | None
     reproducible: bool | None
+    batch_invariant: bool
     sequence_axis: str | tuple[str, ...] | None
     context_parallelism: ContextParallelism | None
 
@@ -187,6 +188,7 @@ def attention(
     implementation: Implementation | None = None,
     config: Configuration | None = None,
     reproducible: bool | None = None,
+    batch_invariant: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     context_parallelism: ContextParallelism | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -276,6 +278,12 @@ def attention(
             `--xla_gpu_exclude_nondeterministic_ops`. False lets "mosaic" add parts of the gradient
             of `query` in the order in which they are ready, in one pass, and with grouped or few
             heads also of the gradients of `key` and `value`; all else is reproducible anyway.
+        batch_invariant: whether the bits of a row of the output and the LSE depend on its own query
+            and the keys and values that it sees alone, if these are finite: not on the batch, on
+            the number of queries, or on where the sequence lies. It needs a Hopper GPU, 16 bits,
+            head dims up to 256, and sequences of `segment_ids` that begin at multiples of 128:
+            rows of others are NaN if the ids are traced. It turns `reproducible` on. See
+            docs/batch-invariance.md.
         return_lse: also return the LSE (logsumexp), log sum_j exp(s_ij), in float32 (float64 for
             float64 inputs) and differentiable; -inf where a query sees no key.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a
@@ -349,6 +357,7 @@ def attention(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         return_max_logits=return_max_logits,
+        batch_invariant=batch_invariant,
         sequence_axis=sequence_axis,
     )
     sizes = configurations.sizes_of(config, implementation)
@@ -357,6 +366,8 @@ def attention(
     along = parse_sequence_axis(sequence_axis)
     plan = dataclasses.replace(plan, along=along, method=context_parallelism)
     o, lse, *row_maxima = _run(problem, plan)
+    if problem.batch_invariant:
+        o, lse = invariance.spoilt(problem, o, lse)
     results = [o]
     if return_lse:
         results.append(lse)

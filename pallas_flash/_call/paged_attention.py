@@ -39,6 +39,7 @@ def paged_attention(
     alibi_slopes: Float[Array, " N"] | None = None,
     precision: str | lax.Precision | lax.DotAlgorithmPreset | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Causal attention of the last tokens of requests to keys and values in pages of a cache.
@@ -81,6 +82,7 @@ def paged_attention(
 
     Args: Execution
         return_lse: also return the LSE, float32; -inf where a query sees no key.
+        batch_invariant: as in `attention`, with which it gives the same bits. Needs "mosaic".
         implementation: "mosaic" is a kernel for Hopper GPUs that serves float16 and bfloat16 in
             pages of a multiple of 16 tokens, "triton" are kernels for NVIDIA GPUs, "interpret" the
             same kernels in Pallas's interpreter, "xla" plain JAX, "reference" the dense definition.
@@ -126,6 +128,7 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         precision=precision,
         return_lse=return_lse,
+        batch_invariant=batch_invariant,
         implementation=implementation,
     )
     rows = problem.query.shape[:2]
@@ -140,6 +143,9 @@ def paged_attention(
 
 def _resolve(problem: PagedProblem, asked: str | None) -> str:
     """Return the implementation of the call."""
+    if problem.batch_invariant:
+        limits.check_invariance(asked, limits.paged_limits(problem, "mosaic"))
+        return "mosaic"
     names = AUTO if asked is None else (asked,)
     why_not = {name: limits.paged_limits(problem, name) for name in names}
     if serving := [name for name in names if not why_not[name]]:

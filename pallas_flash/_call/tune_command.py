@@ -10,10 +10,7 @@ import jax
 import numpy as np
 
 from pallas_flash._call import tune
-from pallas_flash._problem.tile_sizes import (
-    KERNELS,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import KERNELS, tile_of
 from pallas_flash._selection import tuned
 
 _EXAMPLES = """

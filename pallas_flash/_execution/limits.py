@@ -13,6 +13,8 @@ from pallas_flash._execution import lowerable
 from pallas_flash._jax import compat, device
 from pallas_flash._jax.device import Target
 from pallas_flash._problem.features import FEW_QUERIES
+from pallas_flash._problem.invariance import SERVED_MASKS
+from pallas_flash._problem.masks import LeafKind
 from pallas_flash._problem.paged import AnyProblem, PagedProblem
 from pallas_flash._problem.problem import Problem
 
@@ -39,7 +41,8 @@ def not_on_gpu(problem: Problem, target: Target) -> dict[str, str]:
     of_device = _device_limits(target) or _jax_limits()
     why = {
         "triton": [*of_device, *limits, *_head_dim_limits(problem)],
-        "mosaic": _mosaic_device_limits(target) or [*limits, *_mosaic_limits(problem)],
+        "mosaic": _mosaic_device_limits(target)
+        or [*limits, *_mosaic_limits(problem), *_invariance_limits(problem)],
     }
     # Asked last, because it takes time.
     why = {name: x or lowerable.limits(problem, name) for name, x in why.items()}
@@ -137,6 +140,45 @@ def _mosaic_limits(p: Problem) -> list[str]:
     if any(x.size > 2**31 for x in _arrays_in_kernels(p)):
         limits.append("Got an array of more than 2^31 elements, and their indices end there.")
     return limits
+
+
+def _invariance_limits(p: Problem) -> list[str]:
+    """Return why a call is not served with `batch_invariant`, if it asks for that."""
+    if not p.batch_invariant:
+        return []
+    options = {
+        "dropout, whose random numbers depend on a row's place": p.dropout,
+        "a `bias`": p.bias,
+        "a `score_mod`": p.rest_of_scores.score_mod,
+    }
+    limits = [f"Got {name}." for name, x in options.items() if x is not None]
+    if any(leaf.kind is LeafKind.POSITIONS for leaf in p.mask.leaves):
+        limits.append("Got positions as arrays, and keys are summed in the order of the array.")
+    elif kinds := [x.kind.value for x in p.mask.leaves if x.kind not in SERVED_MASKS]:
+        limits.append(
+            f"Got a mask ({', '.join(kinds)}), and it serves `is_causal`, windows, lengths and "
+            "`segment_ids`."
+        )
+    return [*limits, *_head_dim_limits(p)]
+
+
+def check_invariance(asked: str | None, why: str) -> None:
+    """Raise unless "mosaic" computes a batch-invariant call.
+
+    Args:
+        asked: the implementation that the call asks for, or None.
+        why: why "mosaic" does not serve the call, or "".
+    """
+    if asked not in (None, "mosaic"):
+        raise ValueError(
+            '`implementation` must be None or "mosaic" with `batch_invariant=True`, because rows '
+            f"of the others depend on the batch; got {asked!r}. Drop one of the two."
+        )
+    if why:
+        raise NotImplementedError(
+            f"`batch_invariant` must be False where it does not serve the call; got True. {why} "
+            "Drop it, or what it does not serve."
+        )
 
 
 def _mosaic_operand_limits(p: AnyProblem) -> list[str]:

@@ -28,11 +28,7 @@ from pallas_flash._jax.one_device import on_one_device
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Gradients, Problem, SplitOutput
 from pallas_flash._problem.scores import LogSum
-from pallas_flash._problem.tile_sizes import (
-    FORWARD,
-    TileSizes,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import FORWARD, TileSizes, tile_of
 
 NO_TILES = TileSizes()
 

@@ -8,7 +8,6 @@ from pallas_flash._problem.tile_sizes import (
     KERNELS,
     MOSAIC,
     BackwardTile,
-    DecodeTile,
     DqTile,
     ForwardTile,
     Tile,
@@ -64,8 +63,9 @@ class Mosaic:
     """Tiles of the kernels of "mosaic", which are for Hopper GPUs.
 
     Attributes:
-        forward: the forward kernel.
-        decode: the forward kernel for decoding; it serves the calls that `Triton.decode` serves.
+        forward: the forward kernel. In decoding, a tile without output slots and clusters packs the
+            queries of all heads that share keys and values, where each query sees a range of keys
+            and no bias, score function or dropout is asked for.
         backward: the kernel for dk, dv and dq in one pass, for calls whose gradients may differ
             between runs. Without it, `dkv` and `dq` serve these calls, too, if one is given.
         dkv: the kernel for dk and dv, for gradients that are the same in every run.
@@ -81,7 +81,6 @@ class Mosaic:
     """
 
     forward: ForwardTile | None = None
-    decode: DecodeTile | None = None
     backward: BackwardTile | None = None
     dkv: BackwardTile | None = None
     dq: DqTile | None = None

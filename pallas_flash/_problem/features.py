@@ -82,6 +82,7 @@ class CallFeatures(Sizes):
         pair_bytes: bytes of bias and mask arrays for each pair of a query and a key.
         bias_is_shared: whether several pairs share an element of the bias.
         precision: precision of float32 products; "" for other dtypes.
+        batch_invariant: whether a row's bits may depend on its own sequence alone.
         capability: compute capability of the GPU; None (unknown, or the interpreter) means the
             H100 and H200.
     """
@@ -101,6 +102,7 @@ class CallFeatures(Sizes):
     pair_bytes: int = 0
     bias_is_shared: bool = False
     precision: str = ""
+    batch_invariant: bool = False
     capability: tuple[int, int] | None = None
 
     @functools.cached_property
@@ -121,7 +123,8 @@ class CallFeatures(Sizes):
     @functools.cached_property
     def few_queries(self) -> bool:
         """Whether the kernel for decoding may serve."""
-        return self.q_len <= FEW_QUERIES or self.rows <= min(self.kv_len, FEW_ROWS)
+        few = self.q_len <= FEW_QUERIES or self.rows <= min(self.kv_len, FEW_ROWS)
+        return few and not self.batch_invariant
 
     @functools.cached_property
     def decodes(self) -> bool:
@@ -164,6 +167,7 @@ def features_of(
         pair_bytes=p.pair_bytes,
         bias_is_shared=p.bias is not None and p.bias.size < p.rows * p.kv_len,
         precision=str(p.precision).lower() if p.dtype.name == "float32" else "",
+        batch_invariant=p.batch_invariant,
         capability=capability,
     )
 

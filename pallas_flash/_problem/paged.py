@@ -119,6 +119,7 @@ class PagedProblem(Sizes):
         soft_cap: bound of the scores.
         precision: the argument of `lax.dot_general`.
         any_scale: whether `scale` may be larger than 1.
+        batch_invariant: as in `Problem`.
     """
 
     query: Any
@@ -134,11 +135,13 @@ class PagedProblem(Sizes):
     soft_cap: float | None = dataclasses.field(metadata=STATIC)
     precision: Any = dataclasses.field(metadata=STATIC)
     any_scale: bool = dataclasses.field(metadata=STATIC)
+    batch_invariant: bool = dataclasses.field(default=False, metadata=STATIC)
 
     # A `Problem` may have these.
     bias: ClassVar[None] = None
     dropout: ClassVar[None] = None
     max_logits: ClassVar[bool] = False
+    split_output: ClassVar[bool] = False
 
     @property
     def batch(self) -> int:

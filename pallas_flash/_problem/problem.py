@@ -70,6 +70,7 @@ class Problem(Sizes, Divisible):
         partial_rows: whether other parts of a problem have keys of the same rows of scores.
         max_logits: whether the forward also gives the largest score of each row.
         split_output: whether the forward gives the output as a `SplitOutput`.
+        batch_invariant: whether a row's bits may depend on its own sequence alone.
     """
 
     query: Any
@@ -89,6 +90,7 @@ class Problem(Sizes, Divisible):
     partial_rows: bool = dataclasses.field(default=False, metadata=dict(static=True))
     max_logits: bool = dataclasses.field(default=False, metadata=dict(static=True))
     split_output: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    batch_invariant: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @functools.cached_property
     def batch(self) -> int:

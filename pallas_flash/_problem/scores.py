@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,10 +39,12 @@ class Functions(NamedTuple):
     Attributes:
         tanh: hyperbolic tangent.
         to_float: conversion of differences of positions to a dtype.
+        subtract: difference of two products.
     """
 
     tanh: Callable = jnp.tanh
     to_float: Callable = _to_float
+    subtract: Callable = operator.sub
 
 
 FUNCTIONS = Functions()
@@ -181,7 +184,8 @@ class Scores(Divisible):
             x = x + self.bias.read(b, h, q, k).astype(x.dtype)
         if self.slopes is not None:
             distance = self._distance(b, q, k)
-            x = x - self.slopes[h] * jnp.abs(functions.to_float(distance, x.dtype))
+            slope = self.slopes[h] * jnp.abs(functions.to_float(distance, x.dtype))
+            x = functions.subtract(x, slope)
         return x
 
     def _distance(self, b, q, k):

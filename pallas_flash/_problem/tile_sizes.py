@@ -73,7 +73,7 @@ class ForwardTile:
         warpgroups: consumer warpgroups, 2 or 3, with 64 queries each.
         block_kv: keys of a block, a multiple of 16 up to 256.
         output_slots: buffers of 64 columns in shared memory through which the output leaves, up to
-            4; 0 reuses the buffer of the queries.
+            4; 0 reuses the buffer of the queries, or, where query heads are packed, none.
         stages: pipeline stages of keys, and of values, 2 to 4.
         cluster_size: CTAs of neighbouring query tiles that share the copies of keys and values, 1
             or 2. 2 needs 2 warpgroups and a mask that is known at tracing.
@@ -89,26 +89,6 @@ class ForwardTile:
         _check(self, warpgroups=(2, 3), block_kv=tuple(range(16, 257, 16)))
         _check(self, output_slots=tuple(range(5)), stages=_STAGES)
         _check(self, cluster_size=(1, 2) if self.warpgroups == 2 else (1,))
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeTile:
-    """The tile of a CTA of the Hopper forward for decoding, with 64 rows.
-
-    Attributes:
-        warpgroups: consumer warpgroups, 2 or 3, with keys of their own.
-        block_kv: keys of a block, a multiple of 64 up to 256.
-        stages: pipeline stages of keys, and of values, a multiple of `warpgroups` up to 12.
-    """
-
-    warpgroups: int = 2
-    block_kv: int = 64
-    stages: int = 6
-
-    def __post_init__(self):
-        _check(self, warpgroups=(2, 3), block_kv=(64, 128, 192, 256))
-        # A stage always belongs to the same warpgroup.
-        _check(self, stages=tuple(range(self.warpgroups, 13, self.warpgroups)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +144,6 @@ def _check(tile, **allowed: tuple[int, ...]) -> None:
 # The tiles of "mosaic", by kernel; all others are `Tile`s.
 MOSAIC = {
     "forward": ForwardTile,
-    "decode": DecodeTile,
     "dkv": BackwardTile,
     "dq": DqTile,
     "backward": BackwardTile,
@@ -192,8 +171,8 @@ class TileSizes:
     others are for "mosaic".
 
     Attributes:
-        forward, decode, dkv, dq: as in `Triton` and `Mosaic`.
-        dk, dv: as in `Triton`.
+        forward, dkv, dq: as in `Triton` and `Mosaic`.
+        decode, dk, dv: as in `Triton`.
         backward: as in `Mosaic`.
 
     Raises:
@@ -203,7 +182,7 @@ class TileSizes:
     """
 
     forward: Tile | ForwardTile | None = None
-    decode: Tile | DecodeTile | None = None
+    decode: Tile | None = None
     dkv: Tile | BackwardTile | None = None
     dk: Tile | None = None
     dv: Tile | None = None

@@ -19,7 +19,7 @@ from pallas_flash._execution import limits, lowerable, tile_choice
 from pallas_flash._execution.context import Choice
 from pallas_flash._execution.plan import NO_TILES, PassPlan, Plan, Wanted
 from pallas_flash._jax import compat, device
-from pallas_flash._problem import configurations, table_gradients
+from pallas_flash._problem import configurations, invariance, table_gradients
 from pallas_flash._problem.checks import is_number
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.problem import Problem
@@ -151,6 +151,12 @@ def explained(
         reasons.append(
             f"Its gradient keeps the rounding error of the output, as much memory again{when}."
         )
+    if problem.batch_invariant:
+        keys = invariance.block_kv(max(problem.head_dim, problem.value_dim))
+        reasons.append(
+            f"It is batch-invariant: {keys} keys in a block, counted from each sequence's first "
+            "one, and no KV splits. That costs time without a mask and for few queries."
+        )
     refused = dict(forward.refused)
     return Explanation(
         forward.implementation, " ".join(reasons), refused, method, dict(_tiles_in_words(plan))
@@ -194,7 +200,7 @@ class _Call:
 
     def __init__(self, problem: Problem, request: Request):
         self.problem, self.request, self.target = problem, request, device.target()
-        self.in_order = request.in_order
+        self.in_order = request.in_order or problem.batch_invariant
         self.limits = limits.not_on_gpu(problem, self.target)
         self.given, self.tuned = request.config or NO_TILES, NO_TILES
         self.features = None
@@ -268,6 +274,8 @@ class _Call:
 def _forward(call: _Call) -> PassPlan:
     """Return the implementation of the forward, which serves the whole call."""
     asked, refused = call.request.implementation, dict(call.limits)
+    if call.problem.batch_invariant:
+        _check_invariance(call)
     # Where no kernel is going to run, its language is not even looked for: importing it takes time.
     unserved = limits.interpreter_limits(call.problem, look_for_triton=asked == "interpret")
     refused["interpret"] = unserved or "Only on request: it is for tests, and slow."
@@ -292,6 +300,17 @@ def _forward(call: _Call) -> PassPlan:
     return PassPlan(chosen, reason=reason, refused=refused)
 
 
+def _check_invariance(call: _Call) -> None:
+    """Raise unless the call can be batch-invariant."""
+    limits.check_invariance(call.request.implementation, call.limits.get("mosaic", ""))
+    if call.request.reproducible is not None and not call.request.reproducible:
+        raise ValueError(
+            "`reproducible` must be None or True with `batch_invariant=True`, which turns it on; "
+            "got False. Drop one of the two."
+        )
+    invariance.check_documents(call.problem)
+
+
 def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
     """Return the forward's default implementation, why, and why others that serve it do not."""
     serving = [name for name in ("mosaic", "triton") if name not in call.limits]
@@ -302,7 +321,9 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
         "mosaic": "the kernels for Hopper serve this call.",
         "triton": "the kernels serve this call on this GPU.",
     }
-    if len(serving) == 1:
+    if call.problem.batch_invariant:
+        chosen, why_not["triton"] = "mosaic", "Its rows depend on the batch."
+    elif len(serving) == 1:
         [chosen] = serving
     elif by:
         chosen, why_not["triton" if by == "mosaic" else "mosaic"] = by, why

@@ -82,6 +82,7 @@ def key(f: CallFeatures, gpu: str) -> str:
     * the kind of the mask, and whether arrays hold its runs of keys, because then the host cannot
       schedule them before the launch;
     * the options, and the bytes of arrays that are read for each pair of a query and a key;
+    * whether the call is batch-invariant, which fixes the keys of a block;
     * both lengths, and the queries and keys of all heads and batch elements. They are rounded up to
       powers of two, and the latter two are cut off at MANY.
     """
@@ -90,6 +91,7 @@ def key(f: CallFeatures, gpu: str) -> str:
     options = [x for x in Option if x in f.options and x is not Option.SCALE]
     more = "".join(f" + {option}" for option in options)
     more += f" + {f.pair_bytes} bytes a pair" if f.pair_bytes else ""
+    more += " + batch-invariant" if f.batch_invariant else ""
     sharing = "shared" if f.groups > 1 else "own"
     if f.few_queries:
         sharing = f"{power_of_2(f.q_len * f.groups)} rows'"
@@ -106,7 +108,7 @@ def key(f: CallFeatures, gpu: str) -> str:
 _SHAPE = (
     *("_problem/blocks", "_problem/masks", "_problem/mask_leaves", "_problem/traversal"),
     *("_problem/scores", "_problem/operands", "_problem/dropout", "_problem/key_center"),
-    *("_problem/checks", "_jax/hardware"),
+    *("_problem/checks", "_problem/invariance", "_jax/hardware"),
 )
 # A winner replaces the tiles of the first, and the others are never tuned.
 _NOT_KERNELS = (

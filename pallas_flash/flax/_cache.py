@@ -176,7 +176,7 @@ class KVCache(nnx.Module):
         Raises:
             TypeError: If an argument is of the wrong kind or dtype, or an option is the cache's.
             ValueError: If shapes do not fit, if there is no room, if a ring has no window or less
-                room than it, or if a tree meets a ring or a window.
+                room than it or is to be batch-invariant, or if a tree meets a ring or a window.
         """
         keys, values, ranks = self.keys, self.values, (self.keys.ndim,)
         query, key, value = new_tokens(query, key, value, keys=keys, values=values, ranks=ranks)
@@ -267,6 +267,11 @@ class KVCache(nnx.Module):
         """Return keys and values for queries at positions `at`, and the arguments of positions."""
         room, length = self.keys.shape[-3], at.shape[-1]
         left = window_in_ring(options.get("local_window_size"), room)
+        if options.get("batch_invariant"):
+            raise ValueError(
+                "`batch_invariant` must be False in a ring, whose slots are in no order; got True. "
+                "Make a cache that is no ring."
+            )
         if tree is not None:
             raise ValueError(
                 "`tree` must be None in a ring, whose slots are in no order; got an array. Make a "

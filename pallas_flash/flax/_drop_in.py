@@ -15,12 +15,7 @@ from pallas_flash._call.attention import ContextParallelism, Implementation, att
 from pallas_flash._problem.checks import describe, flag, share_to_drop
 from pallas_flash._problem.mask_objects import Call, MaskObject, fitted
 from pallas_flash._problem.masks import Mask
-from pallas_flash.flax._arrays import (
-    as_bool,
-    merge_batch,
-    merge_scores,
-    place_in_sequence,
-)
+from pallas_flash.flax._arrays import as_bool, merge_batch, merge_scores, place_in_sequence
 
 
 def attention_fn(

@@ -98,6 +98,8 @@ class SelfAttention(nnx.Module):
             `pallas_flash.attention` is, which None stands for.
         implementation: As in `pallas_flash.attention`.
         reproducible: As in `pallas_flash.attention`; `deterministic` is about dropout.
+        batch_invariant: As in `pallas_flash.attention`, for caches and pages, too; not for rings.
+            It speaks of attention alone: the linear maps are what `linear` makes of them.
         sequence_axis: As in `pallas_flash.attention`, for a layer that is called inside a
             `jax.shard_map` with this device's share of the tokens, segments and positions. Then a
             `bias` or `mask` has columns for the tokens of all devices, `seq_lengths` count those,
@@ -146,6 +148,7 @@ class SelfAttention(nnx.Module):
         attention: Callable[..., Any] | None = None,
         implementation: Implementation | None = None,
         reproducible: bool | None = None,
+        batch_invariant: bool = False,
         sequence_axis: str | tuple[str, ...] | None = None,
         context_parallelism: ContextParallelism | None = None,
         sow_max_logits: bool = False,
@@ -156,8 +159,7 @@ class SelfAttention(nnx.Module):
             features, num_heads, num_kv_heads, head_dim, rope_theta
         )
         _check_parts(rope_theta, rope=rope, linear=linear, norm=norm, attention=attention)
-        self.features = features
-        self.kv_shape = num_kv_heads, head_dim
+        self.features, self.kv_shape = features, (num_kv_heads, head_dim)
         self.dtype, self.param_dtype = dtype, param_dtype
         self.is_causal = is_causal
         self.rope_theta, self.rope = rope_theta, rope
@@ -169,7 +171,7 @@ class SelfAttention(nnx.Module):
         self.deterministic = deterministic
         self.precision = precision
         self.implementation: Implementation | None = implementation
-        self.reproducible = reproducible
+        self.reproducible, self.batch_invariant = reproducible, batch_invariant
         self.sequence_axis = sequence_axis
         self.context_parallelism: ContextParallelism | None = context_parallelism
         self.sow_max_logits = flag("sow_max_logits", sow_max_logits)
@@ -343,6 +345,7 @@ class SelfAttention(nnx.Module):
             sinks=None if self.sinks is None else self.sinks[...],
             precision=self.precision,
             implementation=self.implementation,
+            batch_invariant=self.batch_invariant,
         )
 
     def _check_pages(self, dropout_key) -> None:

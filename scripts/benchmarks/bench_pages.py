@@ -14,6 +14,7 @@ are those that are no attention. TB/s counts the keys and values that queries se
 cannot read the pages: it has keys that lie side by side, a call each for decoding and the chunk,
 and no causal mask, so that its results are not compared.
 `mosaic=W,KEYS,STAGES` is "mosaic" with another tile: warpgroups, keys of a block, pipeline stages.
+`invariant` is "mosaic" with `batch_invariant=True`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ CASES = {
     # For machines without a GPU.
     "small": Case(2, 64, chunk=20),
 }
-IMPLEMENTATIONS = "triton", "mosaic", "xla"
+IMPLEMENTATIONS = "triton", "mosaic", "invariant", "xla"
 Sizes = tuple[int, int, int, int]  # N, K, head dim, page size.
 PAGES = "key_pages", "value_pages"
 
@@ -142,7 +143,10 @@ def cudnn(*, calls):
 def program(peer: str, case: Case, layers: list[dict[str, Any]]) -> Callable[[], Any]:
     """Return the compiled layers of a peer, without arguments."""
     name, _, numbers = peer.partition("=")
-    call: Any = functools.partial(pallas_flash.paged_attention, **{"implementation": name})
+    asked: Any = dict(implementation=name)
+    if name == "invariant":
+        asked = dict(batch_invariant=True)
+    call: Any = functools.partial(pallas_flash.paged_attention, **asked)
     if name == "cudnn":
         call, layers = cudnn, [contiguous(x, case) for x in layers]
     # Lengths and the table are one argument each, of which all layers know that it is the same.

@@ -6,14 +6,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from scripts.benchmarks.overview import (
-    COLORS,
-    HEAD_DIMS,
-    LIBRARIES,
-    PASSES,
-    Record,
-    comparable,
-)
+from scripts.benchmarks.overview import COLORS, HEAD_DIMS, LIBRARIES, PASSES, Record, comparable
 from scripts.benchmarks.shapes import short
 
 Curve = dict[int, float]

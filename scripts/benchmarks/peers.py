@@ -462,13 +462,15 @@ class Peer:
             return None
 
 
-OURS = "ours"
+# The latter is timed on request alone.
+OURS, INVARIANT = "ours", "ours_invariant"
 _EXTRA = "pip install -e '.[bench]', on Python 3.12 or newer"
 _TORCH = "pip install torch"
 PEERS = {
     OURS: Peer("pallas-flash", functools.partial(_ours, None)),
     "ours_triton": Peer("pallas-flash", functools.partial(_ours, "triton")),
     "ours_mosaic": Peer("pallas-flash", functools.partial(_ours, "mosaic")),
+    INVARIANT: Peer("pallas-flash", functools.partial(_ours, "mosaic", batch_invariant=True)),
     "ours_xla": Peer("pallas-flash", functools.partial(_ours, "xla")),
     "ours_reference": Peer("pallas-flash", functools.partial(_ours, "reference")),
     "jax_xla": Peer("jax", functools.partial(_jax_nn, "xla")),

@@ -24,14 +24,7 @@ from scripts.benchmarks.programs import (
     is_red,
 )
 from scripts.benchmarks.shapes import Shape
-from scripts.benchmarks.timers import (
-    Clocks,
-    Timers,
-    Timing,
-    first_line,
-    sustain,
-    take_turns,
-)
+from scripts.benchmarks.timers import Clocks, Timers, Timing, first_line, sustain, take_turns
 
 # Milliseconds of a burst, and of a measurement in a sustained turn, where the card should not wait
 # for a read of the clock. Then the most calls in a measurement.

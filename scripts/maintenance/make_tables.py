@@ -523,18 +523,40 @@ def steps(file: str) -> str:
     """Return the speeds of the steps and of the shipped kernel, or that there are none."""
     if not (RESULTS / f"{file}.jsonl").exists():
         return "The times are not measured yet."
-    columns = ("128 full", "128 causal")
-    tflops = {(r["implementation"], r["case"]): r["tflops"] for r in records(file)}
+    timed = _timed_steps(file)
     rows = []
     for number, name in enumerate([*(path.stem for path in STEPS), "ours"], 1):
         cells = []
-        for case in columns:
-            speed = tflops.get((name, case))
-            ratio = speed and f"{speed / tflops['ours', case]:.2f}{TIMES}"
-            cells += [f"{speed:.0f}", ratio] if speed else ["", ""]
+        for case in STEP_CASES:
+            if r := timed.get((name, case)):
+                # The ratio is of turns that both took on one hot GPU.
+                cells += [f"{r['tflops']:.0f}", f"{1 / r['ratio']['median']:.2f}{TIMES}"]
+            else:
+                cells += ["", ""]
         rows.append(["shipped kernel" if name == "ours" else f"step {number}", *cells])
     head = ["non-causal, TFLOP/s", "of shipped", "causal, TFLOP/s", "of shipped"]
     return markdown(["kernel", *head], rows)
+
+
+STEP_CASES = {"128 full": "non-causal", "128 causal": "causal"}
+
+
+def _timed_steps(file: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the records of each step and of the shipped kernel, by name and case."""
+    return {(r["implementation"], r["case"]): r for r in records(file)}
+
+
+def step_speed(number: str, file: str) -> str:
+    """Return a sentence for each call with a step's speed, also relative to the step before."""
+    timed, n = _timed_steps(file), int(number) - 1
+    sentences = []
+    for case, words in STEP_CASES.items():
+        if not (r := timed.get((STEPS[n].stem, case))):
+            continue
+        before = timed.get((STEPS[n - 1].stem, case)) if n else None
+        relative = f", {r['tflops'] / before['tflops']:.2f}{TIMES} step {n}" if before else ""
+        sentences.append(f"{words} {r['tflops']:.0f} TFLOP/s{relative}")
+    return f"**Measured:** {'; '.join(sentences) or 'not yet'}."
 
 
 def files() -> str:
@@ -575,6 +597,7 @@ TABLES = {
     "training": training,
     "pages": pages,
     "step": step,
+    "step-speed": step_speed,
     "steps": steps,
     "files": files,
 }

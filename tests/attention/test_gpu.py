@@ -19,13 +19,7 @@ from support import cases, key_bias, large_scores, oracle
 from support.few_queries import SERVED as FEW_QUERIES
 from support.few_queries import with_few
 from support.forward_mode import Call, judge_tangents, tangents_of
-from support.judge import (
-    check_that_nothing_shows,
-    judge,
-    judge_max_logits,
-    measured,
-    program,
-)
+from support.judge import check_that_nothing_shows, judge, judge_max_logits, measured, program
 
 import pallas_flash
 from pallas_flash._backends.triton import tiles as table

@@ -90,15 +90,21 @@ def test_steps_are_compared_with_the_shipped_kernel(tmp_path, monkeypatch):
 
     def line(name, mask, tflops):
         fields = {"shape": mask, "case": f"128 {mask}", "pass": "forward", "tflops": tflops}
+        fields["ratio"] = dict(median=600 / tflops, min=600 / tflops, max=600 / tflops, n=1)
         return results.dump(LINE | fields | {"implementation": name, "causal": mask == "causal"})
 
-    lines = line("step1_plain", "full", 300.0), line("ours", "full", 600.0)
+    first, second, *_ = (path.stem for path in make_tables.STEPS)
+    lines = line(first, "full", 300.0), line(second, "full", 400.0), line("ours", "full", 600.0)
     lines += line("step7_persistent", "causal", 594.0), line("ours", "causal", 600.0)
     (tmp_path / "steps.jsonl").write_text("".join(lines))
     _, _, first, *_, seventh, shipped = make_tables.steps("steps").split("\n")
     assert first == f"| step 1 | 300 | 0.50{make_tables.TIMES} | | |"
     assert seventh == f"| step 7 | | | 594 | 0.99{make_tables.TIMES} |"
     assert shipped.startswith("| shipped kernel | 600 | 1.00")
+    assert make_tables.step_speed("1", "steps") == "**Measured:** non-causal 300 TFLOP/s."
+    assert f"400 TFLOP/s, 1.33{make_tables.TIMES} step 1." in make_tables.step_speed("2", "steps")
+    assert make_tables.step_speed("3", "steps") == "**Measured:** not yet."
+    assert make_tables.step_speed("7", "steps") == "**Measured:** causal 594 TFLOP/s."
 
 
 def test_steps_show_what_changes():

@@ -13,7 +13,7 @@ from support.decoder_files import FILES, LLAMA3, LONGROPE, make, text_of
 from support.strict import strictly
 
 from models.config import DecoderConfig
-from models.decoder import Norm
+from models.decoder import Decoder, Norm
 from models.rope import Rope
 from pallas_flash.flax import apply_rope
 
@@ -422,6 +422,12 @@ def test_packed_equals_separate(family):
     alone = logits_of(model, rows)
     for n, part in enumerate(parts):
         np.testing.assert_allclose(packed[part], alone[n, : len(TOKENS[part])], atol=2e-5)
+
+
+def test_batch_invariance_is_of_all_layers():
+    config = dataclasses.replace(make("mistral").config, batch_invariant=True)
+    layers = Decoder(config, rngs=nnx.Rngs(0)).layers
+    assert [x.attention.batch_invariant for x in layers] == [True] * config.num_layers
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])

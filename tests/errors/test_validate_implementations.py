@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from support.calls import NEWER, Row, assert_each, f32, given, inputs
 
 import pallas_flash
-from pallas_flash.masks import Predicate
+from pallas_flash.masks import Predicate, PrefixLM, Tree
+from pallas_flash.tuning import ForwardTile, TileSizes
 
 ONE_OF = (
     "`implementation` must be None or one of ('mosaic', 'triton', 'interpret', 'xla', "
@@ -107,6 +108,66 @@ def not_served_on_hopper():
         yield Row(f"mosaic on {gpu or 'a CPU'}", half, NotImplementedError, told, gpu=gpu)
 
 
+def not_batch_invariant():
+    """Yield the errors of calls that cannot be batch-invariant."""
+
+    def call(dtype=jnp.bfloat16, head_dim=64, **options):
+        x = jax.ShapeDtypeStruct((1, 256, 4, head_dim), dtype, sharding=options.pop("rows", None))
+        return dict(query=x, key=x, value=x, batch_invariant=True) | options
+
+    def row(id, error, fragment, gpu="NVIDIA H200", **options):
+        named = dict(gpu=gpu, function=pallas_flash.explain)
+        return Row(f"batch invariance: {id}", lambda: call(**options), error, fragment, **named)
+
+    yield row("a number", TypeError, "`batch_invariant` must be True or Fal", batch_invariant=1)
+    for name in ("xla", "triton", "interpret", "reference"):
+        said = f"rows of the others depend on the batch; got '{name}'. Drop one of the two."
+        yield row(name, ValueError, said, implementation=name)
+    yield row("a scale", ValueError, "`scale` must be None or a number", scale=jnp.float32(1.0))
+    said = "`batch_invariant` must be False where it does not serve the call; got True. "
+    yield row("a CPU", NotImplementedError, f"{said}The kernels in Mosaic GPU need a", gpu=None)
+    yield row("an A100", NotImplementedError, "the device is NVIDIA A100", gpu="NVIDIA A100")
+    if not NEWER:
+        older = said + "The kernels in Mosaic GPU need JAX 0.11.2 or newer, and this is"
+        yield row("older JAX", NotImplementedError, older)
+        return
+    of_ids = (
+        "`segment_ids` must give each document one run of keys that begins at a multiple of 128"
+    )
+    told = (
+        f"{of_ids} with `batch_invariant=True`; got another one, of query 100 of batch element 0."
+    )
+    yield row("documents", ValueError, told, segment_ids=jnp.arange(256)[None] // 100)
+    two_runs = jnp.array([[0] * 128 + [1] * 64 + [0] * 64])
+    yield row("a document in two runs", ValueError, "of query 0 of ba", segment_ids=two_runs)
+    yield row("gradients", ValueError, "`reproducible` must be None or True", reproducible=False)
+    for id, told, options in (
+        ("float32", "float32, and they serve float16", dict(dtype=jnp.float32)),
+        ("head dim", "a head dim of 320, and the kernels", dict(head_dim=320)),
+        ("dropout", "dropout, whose ran", dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
+        ("bias", "a `bias`. Drop", dict(bias=f32(1, 1, 1, 256))),
+        ("score_mod", "a `score_mod`. Drop", dict(score_mod=lambda s, *at: s)),
+        ("mask array", "a mask (mask array), and it", dict(mask=np.ones((256, 256), bool))),
+        ("PrefixLM", "a mask (prefix), and it", dict(mask=PrefixLM(np.int32([3])))),
+        ("tree", "a mask (either), and it", dict(mask=Tree(np.int32([[-1] * 256])))),
+        (
+            "positions",
+            "positions as arrays, and keys",
+            dict(is_causal=True, query_positions=np.arange(256, dtype=np.int32)[None]),
+        ),
+    ):
+        yield row(id, NotImplementedError, f"{said}Got {told}", **options)
+    yield row(
+        "tiles",
+        ValueError,
+        "`config.forward` must have `block_kv=128` with `batch_invariant=True`",
+        config=TileSizes(forward=ForwardTile(2, 64, 1)),
+    )
+    rows = NamedSharding(AbstractMesh((4,), ("sequence",)), P(None, "sequence"))
+    told = "`batch_invariant` must be False where devices divide the sequence"
+    yield row("a divided sequence", NotImplementedError, told, rows=rows)
+
+
 def bad_context():
     said = (
         "`sequence_axis` must name mesh axes, each once, that a `jax.shard_map` around the "
@@ -192,7 +253,13 @@ def symbolic():
         yield Row(id, arguments, NotImplementedError, fragment, function=pallas_flash.explain)
 
 
-ROWS = [*not_served(), *not_served_on_hopper(), *bad_context(), *symbolic()]
+ROWS = [
+    *not_served(),
+    *not_served_on_hopper(),
+    *not_batch_invariant(),
+    *bad_context(),
+    *symbolic(),
+]
 
 
 def test_error_messages():

@@ -145,6 +145,21 @@ CALLS = {
         "GPU need a GPU of compute capability 9.0 (H100, H200, GH200), and the device is cpu. Use "
         '"xla".',
     ),
+    "batch invariance, xla": (
+        dict(batch_invariant=True),
+        ValueError,
+        '`implementation` must be None or "mosaic" with `batch_invariant=True`, because rows of ',
+    ),
+    "batch invariance, no GPU": (
+        dict(batch_invariant=True, implementation=None),
+        NotImplementedError,
+        "`batch_invariant` must be False where it does not serve the call; got True. The kernels",
+    ),
+    "batch invariance, scale": (
+        dict(batch_invariant=True, scale=f32(())),
+        ValueError,
+        "`scale` must be None or a number with `batch_invariant=True`; got an array of float32",
+    ),
     "no GPU": (
         dict(implementation="triton"),
         NotImplementedError,

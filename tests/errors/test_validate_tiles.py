@@ -21,8 +21,6 @@ NUMBERS = [
     (tuning.ForwardTile, "output_slots", (-1, 5)),
     (tuning.ForwardTile, "stages", (1, 5)),
     (tuning.ForwardTile, "cluster_size", (0, 3)),
-    (tuning.DecodeTile, "warpgroups", (1,)),
-    (tuning.DecodeTile, "stages", (0, 1, 5, 14)),
     (tuning.BackwardTile, "block_q", (32, 96)),
     (tuning.BackwardTile, "stages", (0,)),
     (tuning.DqTile, "warpgroups", (1,)),
@@ -106,7 +104,6 @@ def bad_kernels():
         ("Triton", "forward", tuning.ForwardTile(), "Tile"),
         ("Triton", "dk", (64, 64), "Tile"),
         ("Mosaic", "forward", tile, "ForwardTile"),
-        ("Mosaic", "decode", tuning.ForwardTile(), "DecodeTile"),
         ("Mosaic", "backward", tile, "BackwardTile"),
     ):
         got = type(x).__name__
@@ -174,21 +171,13 @@ def too_large():
         forward=tuning.ForwardTile(cluster_size=2),
     )
     q, x = (jnp.zeros((2, n, 4, 320), jnp.bfloat16) for n in (20, 200))
-    for kernel, tile, fragment in (
-        ("forward", tuning.ForwardTile(), "must have 2 warpgroups, 64 keys and 1 output slot at"),
-        (
-            "decode",
-            tuning.DecodeTile(),
-            "must be None at head dims above 256, where only the forward",
-        ),
-    ):
-        yield on_hopper(
-            f"tile of {kernel} that wide heads do not have",
-            f"`config.{kernel}` {fragment}",
-            320,
-            dict(query=q, key=x, value=x),
-            **{kernel: tile},
-        )
+    yield on_hopper(
+        "a tile that wide heads do not have",
+        "`config.forward` must have 2 warpgroups, 64 keys and 1 output slot at",
+        320,
+        dict(query=q, key=x, value=x),
+        forward=tuning.ForwardTile(),
+    )
     yield on_hopper(
         "wider values where the output reuses the queries",
         "`config.forward` must have `output_slots` where values are wider than queries; got ",

@@ -310,6 +310,12 @@ ERRORS = {
         ),
         "`tree` must be None in a ring",
     ),
+    "a batch-invariant ring": (
+        lambda layer: KVCache((2, 9, 4, 8), ring=True).attend(
+            *[jnp.ones((2, 3, 4, 8))] * 3, batch_invariant=True, local_window_size=(2, 0)
+        ),
+        "`batch_invariant` must be False in a ring",
+    ),
     "a tree with a window": (
         lambda layer: KVCache((2, 9, 4, 8)).attend(
             *[jnp.ones((2, 3, 4, 8))] * 3, tree=jnp.zeros((2, 3), int), local_window_size=(2, 0)

@@ -188,6 +188,7 @@ def test_module_options_reach_attention(monkeypatch):
         precision="high",
         implementation="xla",
         reproducible=True,
+        batch_invariant=True,
         context_parallelism="heads",
     )
     layer(normal(1, (2, 3, Q_LEN, FEATURES)))
@@ -214,6 +215,7 @@ def test_module_options_reach_attention(monkeypatch):
         "precision": "high",
         "implementation": "xla",
         "reproducible": True,
+        "batch_invariant": True,
         "context_parallelism": "heads",
         "return_max_logits": False,
         "shapes": ((6, Q_LEN, NUM_HEADS, 6), (6, Q_LEN, 2, 6), (6, Q_LEN, 2, 6)),

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import heapq
 import importlib
+import math
 import types
 
 import jax
@@ -42,7 +43,7 @@ def attention_of(step, is_causal):
     return functools.partial(attention, is_causal=True) if is_causal else attention
 
 
-def launch(kernel, *arrays, grid, warpgroups, scratch):
+def launch(kernel, *arrays, grid, warpgroups, scratch, cluster=()):
     """As `step_common.launch`."""
 
     def run(*refs, static, **memory):
@@ -56,6 +57,7 @@ def launch(kernel, *arrays, grid, warpgroups, scratch):
         grid=grid,
         warpgroups=warpgroups,
         static=None,
+        cluster_size=math.prod(cluster),
     )
     return o
 
@@ -89,7 +91,7 @@ def dense(q, k, v, is_causal):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("step", "is_causal"), CALLS)
 def test_steps_compute_attention(step, is_causal, head_dim):
-    """Four blocks and more use all stages again."""
+    """Four blocks and more use all stages again; SMs have several work tiles."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 512, 1, head_dim))
     # The maximum of a row stays, moves a little, or so far that weights would overflow.
     k[:, 140] *= 40
@@ -103,12 +105,12 @@ def test_steps_compute_attention(step, is_causal, head_dim):
 
 @pytest.mark.parametrize(("step", "is_causal"), CALLS)
 def test_steps_lower(step, is_causal):
-    assert launches(lowered(attention_of(step, is_causal), (1, 384, 2, 64)).as_text()) == 1
+    assert launches(lowered(attention_of(step, is_causal), (1, 512, 2, 64)).as_text()) == 1
 
 
 def test_steps_refuse_a_length_that_is_no_multiple_of_a_block():
     q = jnp.ones((1, 200, 1, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="with T a multiple of 128"):
+    with pytest.raises(ValueError, match="with T a multiple of 256"):
         attention_of("step1_plain", False)(q, q, q)
 
 
@@ -126,7 +128,7 @@ def test_schedule_ends_when_the_page_says():
     """In units of a block; CTAs of the sixth step start in their order."""
     heads, tiles, sms = 16, 128, 132
     schedule = importlib.import_module("step7_persistent").schedule
-    rows = [row[1 : 1 + row[0, 0]] for row in schedule(1, heads, 128 * tiles, True)]
+    rows = [row[1 : 1 + row[0, 0]] for row in schedule(1, heads, 128 * tiles, True, 1)]
     assert sorted(tuple(x) for row in rows for x in row) == [
         (0, head, tile, tile + 1) for head in range(heads) for tile in range(tiles)
     ]
@@ -166,6 +168,8 @@ def test_machine_code_is_as_the_page_says(step, is_causal):
         assert row in page, row
         order = f"step {step[4]} {kernel.main.order}"
         assert order in page or step[4] not in "34", order
+        # Zeros of accumulators.
+        assert ("CS2R" in kernel.main.opcodes) == (step == STEPS[3])
 
 
 def test_benchmark_has_a_step_as_a_peer(monkeypatch):

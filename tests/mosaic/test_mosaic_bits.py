@@ -5,7 +5,10 @@ knows neither the order of a reduction in a card nor what the compiler fuses: se
 `test_blocks_have_equal_arithmetic` of test_mosaic_machine_code.py for that.
 """
 
+import contextlib
 import functools
+import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,14 @@ import numpy as np
 import pytest
 from support import cases
 from support import mosaic_emulator as emulator
-from support.mosaic_cases import checked, on_sms
+from support.mosaic_cases import checked, on_sms, run_forward
 
 from pallas_flash._arguments.paged import validate
 from pallas_flash._autodiff.vjp import public_rows
 from pallas_flash._backends import mosaic
-from pallas_flash._backends.mosaic import decode_kernel, paged
-from pallas_flash._problem.tile_sizes import DecodeTile, ForwardTile, TileSizes
+from pallas_flash._backends.mosaic import paged
+from pallas_flash._problem import features
+from pallas_flash._problem.tile_sizes import ForwardTile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
 # Matrix units
@@ -71,12 +75,12 @@ T = 300
 TILE = ForwardTile(2, 128, 1)
 
 
-def draw(seed, length=T):
+def draw(seed, length=T, head_dim=64):
     """Return q, k and v with such scores that the maximum moves by more than the threshold."""
     random = np.random.default_rng(seed)
     kinds = (2, 3.0), (1, 1.0), (1, 1.0)
     return [
-        jnp.asarray(random.normal(0, deviation, (1, length, heads, 64)), jnp.bfloat16)
+        jnp.asarray(random.normal(0, deviation, (1, length, heads, head_dim)), jnp.bfloat16)
         for heads, deviation in kinds
     ]
 
@@ -84,17 +88,28 @@ def draw(seed, length=T):
 QKV = draw(0)
 
 
-def rows(qkv, tile=TILE, sms=132, **options):
-    """Output and LSE as integers, [B, T, ...]."""
-    sizes = TileSizes(**{"decode" if isinstance(tile, DecodeTile) else "forward": tile})
+@contextlib.contextmanager
+def emulated(sms, splits=2):
+    """A card with so many SMs, on which packed query heads have so many KV splits by default."""
     with (
         pytest.MonkeyPatch.context() as patch,
         emulator.emulated(patch, emulator.matrix_units),
     ):
         on_sms(patch, sms)
-        o, log_sum = mosaic.forward(checked(qkv, dict(is_causal=True) | options), sizes)
-    lse, *_ = public_rows(log_sum)
+        patch.setattr(paged, "num_splits", lambda *_: splits)
+        yield
+
+
+def as_integers(o, lse):
     return np.asarray(o).view(np.uint16), np.asarray(lse).view(np.uint32)
+
+
+def rows(qkv, tile=TILE, sms=132, splits=2, **options):
+    """Output and LSE as integers, [B, T, ...]."""
+    sizes = TileSizes(forward=tile)
+    with emulated(sms, splits):
+        o, log_sum = mosaic.forward(checked(qkv, dict(is_causal=True) | options), sizes)
+    return as_integers(o, public_rows(log_sum)[0])
 
 
 def in_batch():
@@ -173,42 +188,140 @@ def test_rows_have_other_bits(name):
 
 
 def test_splits_change_bits(monkeypatch):
-    """How many the decode kernel takes depends on the batch and on the SMs."""
+    """How many there are in decoding depends on the batch and on the SMs; one changes no bit."""
+    monkeypatch.setattr(features, "MANY_KEYS", T - 1)
 
     def decoded(splits):
-        monkeypatch.setattr(decode_kernel, "num_splits", lambda *_, **__: splits)
         q, k, v = QKV
-        return rows([q[:, -1:], k, v], DecodeTile(), query_offset=T - 1)
+        tile = ForwardTile(2, 128, 0, 3)
+        return rows([q[:, -1:], k, v], tile, splits=splits, query_offset=T - 1)
 
+    assert differ(decoded(1), [x[:, -1:] for x in alone()]) == 0
     assert differ(decoded(1), decoded(2)) > 0
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_rows_of_pages_have_the_same_bits(splits, monkeypatch):
-    """Without KV splits: a chunk, a token and drafts in one step, as in a forward without pages."""
-    on_sms(monkeypatch, 2)
-    monkeypatch.setattr(paged, "num_splits", lambda *_: splits)
-    q = jax.random.normal(jax.random.key(0), (T, 4, 64), jnp.bfloat16)
-    k, v = jax.random.normal(jax.random.key(1), (2, T, 1, 64), jnp.bfloat16)
-    pages = jax.random.permutation(jax.random.key(2), 25)[: -(-T // 16)].astype(jnp.int32)
-    cache = [
-        jnp.zeros((25, 16, 1, 64), x.dtype)
-        .at[pages]
-        .set(jnp.pad(x, ((0, -T % 16), (0, 0), (0, 0))).reshape(-1, 16, 1, 64))
-        for x in (k, v)
-    ]
-    names = "key_scales", "value_scales", "scale", "local_window_size", "logits_soft_cap"
-    names += "sinks", "alibi_slopes", "precision"
-    rows, lengths = np.r_[100:220, 299, 290:298], jnp.int32([220, 300, 298])
-    requests = lengths, jnp.stack([pages] * 3), jnp.int32([0, 120, 121, 129])
-    options = dict.fromkeys(names) | dict(return_lse=True, implementation=None)
-    problem = validate(q[rows], *cache, *requests, **options)
-    with emulator.emulated(pytest.MonkeyPatch(), emulator.matrix_units):
-        results = paged.forward(problem)
-        call = checked((q[None], k[None], v[None]), dict(is_causal=True))
-        o, log_sum = mosaic.forward(call, TileSizes(forward=TILE))
-    different = [
-        (np.asarray(x) != np.asarray(y)[0, rows]).any()
-        for x, y in zip(results, (o, public_rows(log_sum)[0]), strict=True)
-    ]
-    assert any(different) == (splits > 1)
+# ------------------------------------------------------------------------------------------------
+# `batch_invariant=True`: tiles from the table, whatever a call is
+# ------------------------------------------------------------------------------------------------
+
+
+KEYWORDS = [
+    x.name for x in inspect.signature(validate).parameters.values() if x.kind == x.KEYWORD_ONLY
+]
+
+
+class Sequence(NamedTuple):
+    """A sequence and its options. Each method computes some of its rows in another way.
+
+    Methods return which rows these are, and their output and LSE.
+    """
+
+    head_dim: int
+    options: dict
+    batch_invariant: bool
+
+    def draw(self, seed, length=T):
+        return draw(seed, length, self.head_dim)
+
+    def rows(self, qkv, sms=132, **more):
+        options = self.options | dict(batch_invariant=self.batch_invariant) | more
+        with emulated(sms):
+            o, log_sum = run_forward(checked(qkv, options))
+        return as_integers(o, public_rows(log_sum)[0])
+
+    def chunk(self, start, stop, room, **more):
+        """Some queries, with room behind the keys that their last one sees."""
+        q, *kv = self.draw(0)
+        if causal := self.options.get("is_causal"):
+            more |= dict(query_offset=start)
+        end, (_, *others) = stop if causal else T, self.draw(1, room)
+        k, v = (jnp.concatenate([x[:, :end], y], 1) for x, y in zip(kv, others, strict=True))
+        more |= dict(key_value_seq_lengths=jnp.array([end])) if room else {}
+        return slice(start, stop), self.rows([q[:, start:stop], k, v], **more)
+
+    def document(self, before):
+        """Between two documents, of which the last one is padding."""
+        documents = self.draw(3, before), self.draw(0), self.draw(4, 50)
+        packed = [jnp.concatenate(x, axis=1) for x in zip(*documents, strict=True)]
+        ids = jnp.repeat(jnp.array([0, 1, -1]), jnp.array([before, T, 50]))[None]
+        results = self.rows(packed, segment_ids=ids)
+        return slice(T), [x[:, before : before + T] for x in results]
+
+    def batch(self):
+        """In a batch of sequences of other lengths."""
+        batch = [self.draw(n) for n in (1, 2, 3, 0)]
+        qkv = [jnp.concatenate(x) for x in zip(*batch, strict=True)]
+        results = self.rows(qkv, key_value_seq_lengths=jnp.array([7, 200, 130, T]), sms=33)
+        return slice(T), [x[-1:] for x in results]
+
+    def pages(self, page_size, sms):
+        """A chunk, a token and drafts in requests of their own, between others."""
+        q, *kv = (x[0] for x in self.draw(0))
+        count = -(-T // page_size)
+        pages = jax.random.permutation(jax.random.key(2), count + 9)[:count].astype(jnp.int32)
+        shape = count + 9, page_size, 1, self.head_dim
+        cache = [
+            jax.random.normal(jax.random.key(3), shape, x.dtype)
+            .at[pages]
+            .set(jnp.pad(x, ((0, -T % page_size), (0, 0), (0, 0))).reshape(count, *shape[1:]))
+            for x in kv
+        ]
+        where, lengths = np.r_[100:220, 299, 290:298], jnp.int32([220, 300, 298])
+        requests = lengths, jnp.stack([pages] * 3), jnp.int32([0, 120, 121, 129])
+        options = self.options | dict(batch_invariant=self.batch_invariant, return_lse=True)
+        given = {name: options.get(name) for name in KEYWORDS}
+        with emulated(sms):
+            results = paged.forward(validate(q[where], *cache, *requests, **given))
+        return where, [x[None] for x in as_integers(*results)]
+
+
+WINDOW = dict(is_causal=True, local_window_size=(100, 0))
+SEQUENCES = {
+    "causal, 64": (64, dict(is_causal=True)),
+    "window and sinks, 128": (128, WINDOW | dict(sinks=jnp.float32([0.5, -1]))),
+    "slopes, 256": (256, dict(is_causal=True, alibi_slopes=jnp.float32([0.02, 0.1]))),
+    "no mask, 256": (256, {}),
+    "soft cap and no mask, 128": (128, dict(logits_soft_cap=20.0)),
+}
+WAYS = {
+    "batch": lambda x: x.batch(),
+    "document": lambda x: x.document(128),
+    "far document": lambda x: x.document(384),
+    "one query": lambda x: x.chunk(299, 300, 300),
+    "eight queries": lambda x: x.chunk(37, 45, 0),
+    "chunk": lambda x: x.chunk(100, 300, 20, sms=1),
+    "pages of 16": lambda x: x.pages(16, 132),
+    "pages of 64": lambda x: x.pages(64, 33),
+    "pages of 128": lambda x: x.pages(128, 2),
+}
+EACH = [
+    (name, way)
+    for name, (_, options) in SEQUENCES.items()
+    for way in WAYS
+    if "pages" not in way or "is_causal" in options
+]
+
+
+def unequal(name, way, batch_invariant):
+    """Return how many rows have other bits, if computed this way, than in their sequence alone."""
+    where, results = WAYS[way](Sequence(*SEQUENCES[name], batch_invariant))
+    return differ(results, [x[:, where] for x in whole(name, batch_invariant)])
+
+
+@functools.cache
+def whole(name, batch_invariant):
+    sequence = Sequence(*SEQUENCES[name], batch_invariant)
+    return sequence.rows(sequence.draw(0))
+
+
+DEFAULT = [x for x in EACH if x[0] == "causal, 64"] + [("no mask, 256", "one query")]
+
+
+@pytest.mark.parametrize(("name", "way"), cases.default(DEFAULT, EACH))
+def test_batch_invariant_rows(name, way):
+    assert unequal(name, way, batch_invariant=True) == 0
+
+
+@pytest.mark.parametrize("name", cases.default(["causal, 64"], SEQUENCES))
+def test_rows_without_batch_invariance(name):
+    assert any(unequal(x, way, batch_invariant=False) for x, way in EACH if x == name)

@@ -9,13 +9,7 @@ from support import cases, oracle
 from support import mosaic_emulator as emulator
 from support.broken_kernels import with_arrivals, without_waiting_at
 from support.judge import judge
-from support.mosaic_cases import (
-    LONG,
-    LONG_CAUSAL,
-    checked,
-    emulated,
-    gradient_of_the_scale,
-)
+from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, gradient_of_the_scale
 from support.repository import assert_none
 
 from pallas_flash._backends.mosaic import (
@@ -29,10 +23,7 @@ from pallas_flash._backends.mosaic import (
 from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._jax import hardware
 from pallas_flash._problem.features import features_of
-from pallas_flash._problem.tile_sizes import (
-    padded,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import padded, tile_of
 
 CLUSTER = "_cluster"  # In the kernel's name.
 

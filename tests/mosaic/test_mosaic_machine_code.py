@@ -12,6 +12,7 @@ from support.compiled_code import machine_code_of, shaped
 from support.lowered import attention, gradients
 from support.mosaic_cases import NO_FLAGS, checked, run_backward, run_forward
 
+from pallas_flash import paged_attention
 from pallas_flash._backends.mosaic import backward_dbias, backward_splits, scheduler
 from pallas_flash._problem.scores import LogSum
 from scripts.maintenance.inspection import gpu_compiler
@@ -174,31 +175,49 @@ def test_machine_code_of_the_forward_with(option, head_dim, max_logits):
 EQUAL = ["nothing", "causal", "lengths", "documents", "window", "sinks"]
 # Which products are fused with a sum is not known for these.
 NOT_FUSED = ["slopes", "bias, causal"]
-WINDOW = ({}, dict(is_causal=True, local_window_size=(300, 0)))
+MASKED = {
+    "window": ({}, dict(is_causal=True, local_window_size=(300, 0))),
+    "soft cap, causal": ({}, dict(logits_soft_cap=30.0, is_causal=True)),
+}
+
+
+def softmaxes_of(kernel):
+    """The copies of its softmax: of the first block, of partial and of full ones."""
+    return [x for x in kernel.between_products if x.get("MUFU.EX2", 0) >= 32]
+
+
+INVARIANT = [*EQUAL, "slopes", "soft cap", "soft cap, causal"]
 
 
 @pytest.mark.parametrize(
-    ("option", "head_dim"),
+    ("option", "head_dim", "batch_invariant"),
     cases.default(
-        [("causal", 128), ("documents", 64)],
-        list(itertools.product([*EQUAL, *NOT_FUSED], [64, 128, 256])),
+        [("causal", 128, False), ("documents", 64, False), ("soft cap, causal", 128, True)],
+        [
+            *itertools.product([*EQUAL, *NOT_FUSED], [64, 128, 256], [False]),
+            *itertools.product(INVARIANT, [64, 128, 256], [True]),
+        ],
     ),
 )
-def test_blocks_have_equal_arithmetic(option, head_dim):
+def test_blocks_have_equal_arithmetic(option, head_dim, batch_invariant):
     """Whether a block is a row's first one, partial or full depends on other rows, too.
 
     So a row's bits would, if the three copies of the softmax added or fused in different ways.
     """
-    arrays, others = (OF_FORWARD | {"window": WINDOW})[option]
+    arrays, others = (OF_FORWARD | MASKED)[option]
     q = shaped(2, 1000, 8, head_dim, dtype=jnp.bfloat16)
 
     def call(q, k, v, *values):
-        return run_forward(checked((q, k, v), dict(zip(arrays, values, strict=True)) | others))
+        given = dict(zip(arrays, values, strict=True)) | others
+        return run_forward(checked((q, k, v), given | dict(batch_invariant=batch_invariant)))
 
     [kernel] = compile_kernels(call, q, q, q, *arrays.values())
     elements = kernel.tile[1] // 2  # Of a thread.
-    copies = [x for x in kernel.between_products if x.get("MUFU.EX2", 0) >= elements]
+    assert not batch_invariant or elements == (32 if head_dim == 256 else 64)
+    copies = softmaxes_of(kernel)
     first, partial, full = ({x: copy.get(x, 0) for x in ROUND} for copy in copies)
+    # Behind the last loop, each row's maximum gets what a soft cap leaves out of scores.
+    full["FADD"] -= 2 * ("soft cap" in option)
     assert partial == full
     # Loops have a sum that orders waits, `ptx.uniform_zero`, and rescale acc.
     assert first | {"FADD": first["FADD"] + 1, "FMUL": full["FMUL"]} == full
@@ -207,6 +226,32 @@ def test_blocks_have_equal_arithmetic(option, head_dim):
         assert full["FFMA"] == full["MUFU.EX2"] == elements + 2
         # The mask.
         assert copies[1]["FSEL"] - copies[2]["FSEL"] == elements
+
+
+@pytest.mark.parametrize(
+    ("options", "head_dim"),
+    cases.default(
+        [(dict(logits_soft_cap=30.0), 128)],
+        list(itertools.product([{}, dict(logits_soft_cap=30.0)], [64, 128, 256])),
+    ),
+)
+def test_pages_have_the_arithmetic_of_the_forward(options, head_dim):
+    """In the loop over partial blocks; slopes are added to more conversions to float32 there."""
+    q, packed = (shaped(*n, 8, head_dim, dtype=jnp.bfloat16) for n in ((2, 1000), (100,)))
+    pages = shaped(64, 16, 2, head_dim, dtype=jnp.bfloat16)
+    options = options | dict(batch_invariant=True)
+
+    def forward(q, k, v):
+        return run_forward(checked((q, k, v), dict(is_causal=True) | options))
+
+    [kernel] = compile_kernels(forward, q, q, q)
+    requests = shaped(4), shaped(4, 30), shaped(5)
+    paged = functools.partial(paged_attention, **options)
+    by_pages = compile_kernels(paged, packed, pages, pages, *requests)
+    [by_pages] = [x for x in by_pages if "pallas_flash" in x.name]
+    _, partial, _ = softmaxes_of(kernel)
+    _, same, _ = softmaxes_of(by_pages)
+    assert {x: partial.get(x, 0) for x in ROUND} == {x: same.get(x, 0) for x in ROUND}
 
 
 @pytest.mark.parametrize("queries", [4096, 1], ids=["forward", "decoding"])

@@ -22,6 +22,7 @@ import pallas_flash
 from pallas_flash._arguments.paged import validate
 from pallas_flash._backends import xla_paged
 from pallas_flash._backends.mosaic import paged
+from pallas_flash._backends.mosaic import splits as kv_splits
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import RowTiles
 
@@ -47,7 +48,7 @@ def problem_of(schedule):
         ("scale", "local_window_size", "logits_soft_cap", "sinks", "alibi_slopes")
     )
     scales = dict.fromkeys(("key_scales", "value_scales", "precision"))
-    named = dict(return_lse=True, implementation="mosaic")
+    named = dict(return_lse=True, batch_invariant=False, implementation="mosaic")
     return validate(*schedule.arrays, **given | schedule.options, **scales, **named)
 
 
@@ -125,8 +126,9 @@ def with_rows_of_other_requests(self, right, *args):
     right(dataclasses.replace(self, work_tile=tile), *args)
 
 
-def function(name, change):
-    return lambda patch: patch.setattr(paged, name, functools.partial(change, getattr(paged, name)))
+def function(module, name, change):
+    right = getattr(module, name)
+    return lambda patch: patch.setattr(module, name, functools.partial(change, right))
 
 
 BROKEN = {
@@ -139,10 +141,9 @@ BROKEN = {
     ),
     "rows of other requests": method(paged.PagedConsumer, "epilogue", with_rows_of_other_requests),
     "values behind the last key": method(paged.PagedConsumer, "clean_values", lambda *_: None),
-    "a split left out": function("ascending", lambda right, x: right(x[:, 1:])),
+    "a split left out": function(kv_splits, "ascending", lambda right, x: right(x[:, 1:])),
     "sums of other maxima": function(
-        "combine_results",
-        lambda right, p, sinks, acc, m, l, **x: right(p, sinks, acc, 0 * m, l, **x),
+        paged, "combine", lambda right, p, sinks, acc, m, l: right(p, sinks, acc, 0 * m, l)
     ),
     "no wait for values": broken_kernels.without_waiting_at({"v_full"}),
     "an arrival too few": broken_kernels.with_arrivals("k_full", -1),

@@ -25,12 +25,7 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash._backends.mosaic import (
-    backward_common,
-    backward_splits,
-    common,
-    scheduler,
-)
+from pallas_flash._backends.mosaic import backward_common, backward_splits, common, scheduler
 from pallas_flash._backends.mosaic.forward_kernel import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of

@@ -160,6 +160,7 @@ OWN = {
     "return_max_logits",
     "config",
     "reproducible",
+    "batch_invariant",
     "sequence_axis",
     "context_parallelism",
 }

@@ -22,7 +22,7 @@ NAMES = {
     """,
     "pallas_flash.paged": "append quantize",
     "pallas_flash.tuning": """
-        BackwardTile DecodeTile DqTile ForwardTile Mosaic Tile TileSizes Trial Triton Tuning tune
+        BackwardTile DqTile ForwardTile Mosaic Tile TileSizes Trial Triton Tuning tune
     """,
     "pallas_flash.flax": "KVCache PagedKVCache SelfAttention apply_rope attention_fn",
 }
@@ -42,10 +42,9 @@ MEMBERS = {
     "masks.SharedPrefix": "key_value query",
     "masks.Tree": "parents",
     "tuning.BackwardTile": "block_q stages",
-    "tuning.DecodeTile": "block_kv stages warpgroups",
     "tuning.DqTile": "block_kv stages warpgroups",
     "tuning.ForwardTile": "block_kv cluster_size output_slots stages warpgroups",
-    "tuning.Mosaic": "backward decode dkv dq forward",
+    "tuning.Mosaic": "backward dkv dq forward",
     "tuning.Tile": "block_kv block_q num_stages num_warps",
     "tuning.TileSizes": "backward decode dk dkv dq dv forward",
     "tuning.Trial": "failure kernel ms tile",
@@ -59,19 +58,18 @@ MEMBERS = {
 # The arguments of functions, methods and Flax modules: one name for one thing. Flax's own are
 # `attention_fn`'s, and `rngs`, `deterministic` and `input_shape`.
 ARGUMENTS = """
-    alibi_slopes args attention attn_weights_value_einsum ax b batch bias block_kv block_q
-    broadcast_dropout config context_parallelism count cu_seqlens cu_seqlens_kv cu_seqlens_q
+    alibi_slopes args attention attn_weights_value_einsum ax b batch batch_invariant bias block_kv
+    block_q broadcast_dropout config context_parallelism count cu_seqlens cu_seqlens_kv cu_seqlens_q
     decode deterministic devices dropout_key dropout_rate dropout_rng dtype einsum_dot_general
-    features force_fp32_for_softmax h head_dim implementation input_positions input_shape
-    is_causal k keep_rngs kernel_init key key_pages key_scales key_value_positions
-    key_value_seq_lengths kv_len kwargs length linear local_window_size logits_soft_cap mask
-    module name norm normalize_qk num_heads num_kv_heads num_pages options out_kernel_init
-    page_indices page_size pages pairs param_dtype passes path per_head positions precision
-    promote_dtype q_len qk_attn_weights_einsum query query_offset query_positions
-    query_seq_lengths ragged reordered reproducible requests return_lse return_max_logits
-    return_residual ring rngs rope rope_theta scale score_mod scores segment_ids seq_lengths
-    sequence_axis shape sharding sinks sinks_init sow_max_logits start store tree use_bias
-    use_out_bias use_sinks value value_dim value_pages value_scales x
+    features force_fp32_for_softmax h head_dim implementation input_positions input_shape is_causal
+    k keep_rngs kernel_init key key_pages key_scales key_value_positions key_value_seq_lengths
+    kv_len kwargs length linear local_window_size logits_soft_cap mask module name norm normalize_qk
+    num_heads num_kv_heads num_pages options out_kernel_init page_indices page_size pages pairs
+    param_dtype passes path per_head positions precision promote_dtype q_len qk_attn_weights_einsum
+    query query_offset query_positions query_seq_lengths ragged reordered reproducible requests
+    return_lse return_max_logits return_residual ring rngs rope rope_theta scale score_mod scores
+    segment_ids seq_lengths sequence_axis shape sharding sinks sinks_init sow_max_logits start store
+    tree use_bias use_out_bias use_sinks value value_dim value_pages value_scales x
 """
 
 

@@ -672,8 +672,9 @@ def put_strips(x, ref):
         place[...] = np.asarray(x)[:, i * width : (i + 1) * width]
 
 
-def zero_rows(ref, first):
-    ref.array[max(0, number(first)) :] = 0
+def zero_rows(ref, first, stop=None):
+    stop = len(ref.array) if stop is None else max(0, number(stop))
+    ref.array[max(0, number(first)) : stop] = 0
 
 
 def columns(x, first):

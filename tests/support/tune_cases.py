@@ -17,10 +17,7 @@ from pallas_flash._call import tune
 from pallas_flash._execution import tile_choice
 from pallas_flash._jax import compat, device
 from pallas_flash._problem.features import features_of
-from pallas_flash._problem.tile_sizes import (
-    KERNELS,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import KERNELS, tile_of
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, Tile, TileSizes
 

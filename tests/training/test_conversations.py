@@ -173,8 +173,18 @@ def test_packed_rows_have_every_conversation_once(packed):
     assert left == [] and not rows.answers[-1].any()
 
 
-def test_packed_loss_is_that_of_each_alone(weights, packed):
-    model, (conversations, rows) = Decoder.from_pretrained(weights), packed
+def test_aligned_conversations_begin_at_multiples(packed):
+    conversations, _ = packed
+    rows = pack(conversations, 125, aligned=16)
+    starts = [np.nonzero(np.diff(x, prepend=-1))[0] for x in rows.documents]
+    assert not (np.concatenate(starts) % 16).any()
+    assert sum(map(len, starts)) >= len(conversations)
+
+
+@pytest.mark.parametrize("aligned", [1, 16])
+def test_packed_loss_is_that_of_each_alone(weights, packed, aligned):
+    model, (conversations, _) = Decoder.from_pretrained(weights), packed
+    rows = pack(conversations, 125, aligned)
     together = summed_loss(model, *map(jnp.asarray, rows))
     alone = [
         summed_loss(

@@ -85,6 +85,7 @@ def test_flag_overrides_its_preset(arguments, steps, warmup):
             ["--attention", "triton"],
             "--attention must be one that serves the call; got 'triton'. The",
         ),
+        (["--batch-invariant"], '--attention must be None or "mosaic" with '),
         (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
         (["--learning-rat", "1"], "unrecognized arguments: --learning-rat 1"),
     ],

@@ -1,5 +1,6 @@
 """The rules by which the forward for Hopper has its tile."""
 
+import dataclasses
 import itertools
 
 from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
@@ -19,11 +20,17 @@ def calls():
     ):
         sizes = dict(head_dim=head_dim, value_dim=value_dim, q_len=length, kv_len=length)
         heads_of = dict(batch=1, num_heads=heads, num_kv_heads=heads)
-        yield CallFeatures("bfloat16", **sizes, **heads_of, mask=mask, options=options)
+        call = CallFeatures("bfloat16", **sizes, **heads_of, mask=mask, options=options)
+        yield from (dataclasses.replace(call, batch_invariant=x) for x in (False, True))
 
 
 def test_every_rule_decides_for_some_call():
     assert {rule_of(f) for f in calls()} == set(TILE_RULES)
+
+
+def test_batch_invariant_calls_have_one_size_of_blocks():
+    sizes = {(f.width > 128, default_tile(f).block_kv) for f in calls() if f.batch_invariant}
+    assert sizes == {(False, 128), (True, 64)}
 
 
 def test_clusters_share_keys_only_where_tiles_are_known():

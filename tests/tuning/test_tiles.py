@@ -23,10 +23,7 @@ from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
 from pallas_flash._problem.masks import Band, Mask
 from pallas_flash._problem.problem import Problem
-from pallas_flash._problem.tile_sizes import (
-    KERNELS,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import KERNELS, tile_of
 from pallas_flash.tuning import Tile, TileSizes
 
 KIB = 1024

@@ -37,11 +37,7 @@ from pallas_flash._execution import limits, tile_choice
 from pallas_flash._execution.plan import Plan
 from pallas_flash._jax import device
 from pallas_flash._problem.problem import Gradients
-from pallas_flash._problem.tile_sizes import (
-    selected,
-    sizes_for,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import selected, sizes_for, tile_of
 from pallas_flash._selection import tuned
 from pallas_flash.tuning import BackwardTile, ForwardTile, Tile, TileSizes
 
@@ -242,9 +238,11 @@ def test_what_mosaic_has_no_backward_for_is_tuned_all_the_same(monkeypatch):
 
 @newer
 @pytest.mark.parametrize("size", [40, 64, 128, 256])
-@pytest.mark.parametrize("kernel", ["forward", "decode", "backward", "dkv", "dq"])
-def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, size):
-    q_len, kv_len = (9, 600) if kernel == "decode" else (300, 300)
+@pytest.mark.parametrize(
+    ("kernel", "q_len", "kv_len"),
+    [("forward", 9, 600), *((x, 300, 300) for x in ("forward", "backward", "dkv", "dq"))],
+)
+def test_candidates_of_mosaic_fit_and_the_tables_is_the_first(kernel, q_len, kv_len, size):
     p = problem(size=size, value_dim=size, q_len=q_len, kv_len=kv_len, dtype=jnp.bfloat16)
     by_table = functools.partial(tile_choice.tiles_of_call, p, "mosaic")
     tiles = tile_choice.backend("mosaic").candidates(kernel, p, by_table)

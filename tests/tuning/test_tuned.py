@@ -43,7 +43,7 @@ from pallas_flash._problem.tile_sizes import (
     selected,
 )
 from pallas_flash._selection import tuned
-from pallas_flash.tuning import BackwardTile, DecodeTile, DqTile, ForwardTile, TileSizes
+from pallas_flash.tuning import BackwardTile, DqTile, ForwardTile, TileSizes
 
 # ------------------------------------------------------------------------------------------------
 # Which calls a winner serves.
@@ -408,18 +408,18 @@ def test_passes_are_merged(file):
 
 def test_tiles_of_both_implementations_are_stored(monkeypatch, capsys, file):
     sizes = dataclasses.replace(TRITON, forward=ForwardTile(3, 96), backward=BackwardTile(128))
-    sizes = dataclasses.replace(sizes, decode=DecodeTile(stages=4))
+    sizes = dataclasses.replace(sizes, decode=FAST)
     store(sizes)
     assert list(tuned.read(file).values()) == [sizes]
     # A pass that is tuned again is forgotten whole, and the other one kept.
     store(TileSizes(dkv=BackwardTile(), dq=DqTile()))
     [merged] = tuned.read(file).values()
     two_passes = dict(dkv=BackwardTile(), dq=DqTile())
-    assert merged == TileSizes(ForwardTile(3, 96), DecodeTile(stages=4), **two_passes)
+    assert merged == TileSizes(ForwardTile(3, 96), FAST, **two_passes)
     assert command(monkeypatch, "--show") == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  forward   mosaic, warpgroups 3, block_kv 96, output_slots 1, stages 2, cluster_size 1",
-        "  decode    mosaic, warpgroups 2, block_kv 64, stages 4",
+        "  decode    32 x 32, 1 warps, 1 stages",
         "  dkv       mosaic, block_q 64, stages 2",
         "  dq        mosaic, warpgroups 2, block_kv 128, stages 2",
     ]

@@ -15,7 +15,7 @@ from pallas_flash._backends.mosaic import (
     backward_dbias,
     backward_dq,
     backward_launch,
-    decode_kernel,
+    decode,
     decode_wide,
     forward_kernel,
     forward_wide,
@@ -26,21 +26,17 @@ from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import (
-    TileSizes,
-    padded,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import TileSizes, padded, tile_of
 
 
 def forward(problem: Problem, sizes: TileSizes):
     """Return the output [B, T, N, V] and a `LogSum` of float32 [B, N, T]."""
-    if sizes.decode is not None:
-        return decode_kernel.decode(problem, tile_of(sizes, "decode"), problem.visible_keys())
     tile, valid = tile_of(sizes, "forward"), problem.valid_lengths()
     wide = forward_wide.serves(problem)
     if wide and problem.decodes_prefix:
         return decode_wide.decode(problem, tile)
+    if decode.serves(problem, tile):
+        return decode.forward(problem, tile)
     run = forward_wide.forward if wide else forward_kernel.forward
     if valid is not None:
         return run(problem, tile, valid[1])

@@ -8,13 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash._backends.mosaic import (
-    backward_splits,
-    common,
-    pairs,
-    ptx,
-    scheduler,
-)
+from pallas_flash._backends.mosaic import backward_splits, common, pairs, ptx, scheduler
 from pallas_flash._backends.mosaic.backward_cluster import (
     CLUSTER,
     cluster_scratch,

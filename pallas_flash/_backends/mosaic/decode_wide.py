@@ -2,7 +2,7 @@
 
 One query of G heads that share a key head becomes G queries of one head: keys are read for 64 of
 them at a time. The keys are cut into parts (KV splits), which are batch elements of the forward.
-The results of the parts are combined as in `decode_kernel`.
+The results of the parts are combined as in `splits`.
 
     query [B, 1, K * G, H]  ->  [B * parts, G, K, H]
     key   [B, S, K, H]      ->  [B * parts, S / parts, K, H]    without a copy; values, too
@@ -16,11 +16,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_flash._backends.mosaic import decode_kernel, forward_wide, ptx, scheduler
-from pallas_flash._backends.mosaic.forward_common import LOWEST
+from pallas_flash._backends.mosaic import forward_wide, ptx, scheduler, splits
+from pallas_flash._backends.mosaic.forward_common import LOWEST, log_sum_of
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.masks import Lengths, Mask
-from pallas_flash._problem.problem import Problem, widened
+from pallas_flash._problem.problem import Problem, SplitOutput, widened
 from pallas_flash._problem.scores import LOG2E
 from pallas_flash._problem.tile_sizes import ForwardTile
 
@@ -68,4 +68,9 @@ def decode(problem: Problem, tile: ForwardTile):
         o = o * l[..., None]
     exact = log_sum.max_logits
     exact = exact if p.large or exact is None else exact * LOG2E
-    return decode_kernel.combine(p, o, m, l, exact)
+    sinks = None if p.sinks is None else p.sinks.reshape(1, kv_heads, p.groups)
+    o, *statistics = splits.combine(p, sinks, o, m, l, exact)
+    o = o.reshape(batch, 1, p.num_heads, p.value_dim)
+    o = SplitOutput.from_float32(o, p.dtype, split=p.split_output)
+    statistics = [x.reshape(batch, p.num_heads, 1) for x in statistics]
+    return o, log_sum_of(statistics, large=p.large)

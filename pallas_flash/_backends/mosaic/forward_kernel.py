@@ -137,6 +137,7 @@ from pallas_flash._backends.mosaic.pairs import has_pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.scheduler import folded, most_rows
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
+from pallas_flash._problem import invariance
 from pallas_flash._problem.features import SCORES, CallFeatures, MaskKind, Option
 from pallas_flash._problem.paged import AnyProblem
 from pallas_flash._problem.problem import Problem
@@ -191,7 +192,7 @@ def scratch(p: AnyProblem, tile: ForwardTile) -> Smem:
         bias=None,
         bits=None,
         # The consumers, the warps for their queries, and warp 0.
-        work=scheduler.work_pipeline(p.mask, 2 * w + 1),
+        work=None if p.mask.known_on_host else scheduler.work_pipeline(2 * w + 1),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
     smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
@@ -391,12 +392,14 @@ class ForwardConsumer(Consumer):
         block, s = self.wait_qk(block, s, running=0)
         p, m, l, _ = self.softmax(block, s, m, l)
         self.smem.v.consumer_wait(self.kv_base + visited.start)
-        self.clean_values(block)
+        self.clean_values(visited.start)
         self.release_mask(visited.start, l)
         acc, p, m, l = self.steps((acc, p, m, l), visited._replace(start=visited.start + 1))
         if self.smem.o_sm is not None:
             self.queries.consumer_release(0)
         last = visited.stop - 1
+        if self.config.partial_tail:
+            self.clean_values(last)
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
     def steps(self, state, visited: scheduler.VisitedBlocks):
@@ -425,8 +428,8 @@ class ForwardConsumer(Consumer):
         turns = 1 + (visited.tail < visited.stop).astype(jnp.int32)
         return lax.fori_loop(jnp.int32(0), turns, turn, state)
 
-    def clean_values(self, block: Block):
-        """Replace values of the first block that no query sees, if they may hold NaN."""
+    def clean_values(self, j):
+        """Replace values of the j-th block that no query sees, if they may hold NaN."""
 
     def no_blocks(self, *state):
         """Take the place of `mainloop` for a query tile that sees no key."""
@@ -689,6 +692,10 @@ TILE_RULES = (
         *(64, "block masks, dropout or float32 biases", ForwardTile(2, 128, 1)),
         lambda f: f.has_block_mask or bool(f.options & {Option.DROPOUT, Option.BIAS}),
     ),
+    TileRule(
+        *(64, "batch-invariant, and what takes registers for each pair", ForwardTile(2, 128, 1)),
+        lambda f: f.batch_invariant and _takes_registers(f),
+    ),
     # 1024 causal tokens of 16 heads: 11 and 13 microseconds, and with slopes 15 and 21.
     TileRule(64, "folded query tiles", ForwardTile(2, 128, 1, 4), lambda f: folded(f, 2)),
     TileRule(
@@ -745,8 +752,10 @@ def default_tile(f: CallFeatures) -> ForwardTile:
 
 
 def rule_of(f: CallFeatures) -> TileRule:
-    """Return the rule that decides."""
-    return next(rule for rule in TILE_RULES if f.width <= rule.width and rule.fits(f))
+    """Return the rule that decides; batch-invariant calls have only rules of one `block_kv`."""
+    keys = invariance.block_kv(f.width)
+    rules = [x for x in TILE_RULES if not f.batch_invariant or x.tile.block_kv == keys]
+    return next(rule for rule in rules if f.width <= rule.width and rule.fits(f))
 
 
 def _products_alone(f: CallFeatures) -> bool:
@@ -803,6 +812,12 @@ def check_tile(tile: ForwardTile, p: Problem) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     registers, _ = REGISTERS[tile.warpgroups]
     check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
+    keys = invariance.block_kv(max(p.head_dim, p.value_dim))
+    if p.batch_invariant and tile.block_kv != keys:
+        raise ValueError(
+            f"`config.forward` must have `block_kv={keys}` with `batch_invariant=True` at these "
+            f"head dims; got {tile}. Use {keys}."
+        )
     if not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
             "`config.forward` must have `output_slots` where values are wider than queries; "

@@ -193,7 +193,7 @@ def scratch(p: Problem, tile: ForwardTile) -> Smem:
         o_sm=plgpu.SMEM((CONSUMERS, ptx.ROWS, ptx.COLUMNS), p.dtype, transforms=ptx.BLOCKS),
         statistics_sm=plgpu.SMEM((num_statistics(p), ptx.ROWS), jnp.float32),
         # The consumers, and four warps of the producer.
-        work=scheduler.work_pipeline(p.mask, CONSUMERS + 4),
+        work=None if p.mask.known_on_host else scheduler.work_pipeline(CONSUMERS + 4),
         ended=(common.barriers(1, CONSUMERS, tile.cluster_size) if tile.cluster_size > 1 else None),
     )
 

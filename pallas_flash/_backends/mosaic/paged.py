@@ -18,19 +18,14 @@ All is as in forward_kernel.py, but for this:
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_flash._backends.mosaic import common, forward_kernel, ptx, scheduler
-from pallas_flash._backends.mosaic.decode_kernel import (
-    MIN_BLOCKS_OF_A_SPLIT,
-    best_splits,
-    combine_results,
-)
 from pallas_flash._backends.mosaic.forward_common import (
     Cta,
     Inputs,
@@ -43,18 +38,20 @@ from pallas_flash._backends.mosaic.forward_common import (
 from pallas_flash._backends.mosaic.pairs import StreamedArrays, Streams
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import Options, shared_arrays
+from pallas_flash._backends.mosaic.splits import combine, num_splits
+from pallas_flash._problem import invariance
 from pallas_flash._problem.blocks import Tiling
-from pallas_flash._problem.paged import PagedProblem, RowTiles
+from pallas_flash._problem.paged import AnyProblem, PagedProblem, RowTiles
 from pallas_flash._problem.tile_sizes import ForwardTile, power_of_2
 
 plgpu = common.plgpu
 
 
-def default_tile(p: PagedProblem) -> ForwardTile:
+def default_tile(p: AnyProblem) -> ForwardTile:
     """Return the tile of a call, with as many stages as there is room for."""
     width = max(p.head_dim, p.value_dim)
-    keys, stages = (128, 4) if width <= 64 else (128, 3) if width <= 128 else (64, 2)
-    return ForwardTile(2, keys, 0, stages)
+    stages = 4 if width <= 64 else 3 if width <= 128 else 2
+    return ForwardTile(2, invariance.block_kv(width), 0, stages)
 
 
 class RequestRows(NamedTuple):
@@ -97,7 +94,7 @@ class PagedConfig(forward_kernel.NarrowConfig):
 
     Attributes:
         num_heads: query heads.
-        page_size: keys of a page.
+        page_size: keys of a page; 0 without pages.
         splits: KV splits.
     """
 
@@ -130,16 +127,17 @@ def room_of(groups: int) -> int:
     return power_of_2(groups)
 
 
-def scratch(p: PagedProblem, tile: ForwardTile) -> forward_kernel.Smem:
+def scratch(p: AnyProblem, tile: ForwardTile, page_size: int = 0) -> forward_kernel.Smem:
     """Return the specification of a CTA's shared memory and barriers."""
     smem, w, room = forward_kernel.scratch(p, tile), tile.warpgroups, room_of(p.groups)
     column_blocks = smem.q.smem.shape[1]
     shape = w, column_blocks, ptx.ROWS // room, room, ptx.COLUMNS
     q = plgpu.SMEM(shape, p.dtype, transforms=ptx.BLOCKS)
-    units = tile.block_kv // math.gcd(p.requests.page_size, tile.block_kv)
+    units = tile.block_kv // math.gcd(page_size, tile.block_kv)
     k, v = kv_pipelines(p, tile, units, consumers=w)
     q = Pipeline.spec(q, 1, copies=column_blocks, pipelines=w)
-    return smem._replace(q=q, k=k, v=v, statistics_sm=None)
+    work = scheduler.work_pipeline(2 * w + 1)
+    return smem._replace(q=q, k=k, v=v, statistics_sm=None, work=work)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -157,34 +155,41 @@ class PagedConsumer(forward_kernel.ForwardConsumer):
         h = jnp.minimum(self.work_tile.h + (row & (config.room - 1)), config.num_heads - 1)
         return h, self.first_row + (row >> (config.room.bit_length() - 1)), k_pos
 
-    def clean_values(self, block):
-        """Replace values behind the last visible key by zeros: the page may hold NaN there.
+    def clean_values(self, j):
+        """Replace values that no query of the work tile sees by zeros: they may be NaN.
 
-        Only the first block has that key. Each warpgroup that needs the zeros stores them.
+        The first block has the last visible key, and the last one the first visible key. Each
+        warpgroup that needs the zeros stores them.
         """
-        first = self.work_tile.own.stop_key - block.first_key
+        config, own = self.config, self.work_tile.own
+        first_key = self.work_tile.kv_blocks.block_at(j, None) * config.kv.block
+        start, stop, tail = own.first_key - first_key, own.stop_key - first_key, config.partial_tail
 
-        @common.when(first < self.config.kv.block)
+        @common.when((stop < config.kv.block) | (start > 0) if tail else stop < config.kv.block)
         def _():
-            v = self.smem.v.smem_of(self.kv_base + block.place)
+            v = self.smem.v.smem_of(self.kv_base + j)
             for n in range(v.shape[0]):
-                ptx.zero_rows(v.at[n], first)
+                ptx.zero_rows(v.at[n], stop)
+                if tail:
+                    ptx.zero_rows(v.at[n], jnp.int32(0), start)
             plgpu.commit_smem()
 
     def epilogue(self, acc, m, l):
-        """Store the rows that exist: the results, or of a KV split acc, m and l."""
+        """Store the rows that exist: the results, or of a KV split acc, l and the `RowMax`."""
         self.queries.consumer_release(0)
-        config, work_tile, results = self.config, self.work_tile, [acc, m.m, l]
+        config, work_tile, results = self.config, self.work_tile, [acc, m.m, l, m.exact]
         if config.splits == 1:
             h, *_ = self.heads_and_positions((ptx.ROWS, ptx.GROUP), jnp.int32(0))
             large = config.options.large
             statistics, weight = results_of_rows(self.options, h, m, l, large=large)
             o = acc * common.along_rows(weight, acc.shape)
-            results = [o.astype(self.smem.k.smem.dtype), *statistics]
+            results = [o.astype(self.o_refs[0].dtype), *statistics]
         own = work_tile.own
         tokens = own.token + self.first_row, own.token + own.queries
         heads = work_tile.h, work_tile.h + config.groups
-        for x, ref in zip(results, (*self.o_refs, *self.statistic_refs), strict=True):
+        for x, ref in zip(
+            jax.tree.leaves(results), (*self.o_refs, *self.statistic_refs), strict=True
+        ):
             ptx.store_rows(x, ref.at[own.split], *tokens, *heads, room=config.room)
 
 
@@ -198,6 +203,8 @@ class PagedProducer(forward_kernel.ForwardProducer):
 
     def keys_of(self, work_tile):
         config, table, end = self.config, self.inputs.pages, self.inputs.k.shape[1]
+        if table is None:
+            return super().keys_of(work_tile)
         size, unit, own = config.page_size, config.unit, work_tile.own
 
         def row(key):
@@ -225,14 +232,66 @@ def pallas_flash_paged(inputs: Inputs, counter, *outputs, static: PagedConfig, *
 
 def forward(problem: PagedProblem):
     """Return the output [tokens, N, V] and the LSE float32 [tokens, N]."""
-    p, tile = problem, default_tile(problem)
-    kv = Tiling(p.kv_len, tile.block_kv)
-    q = Tiling(p.q_len, tile.warpgroups * ptx.ROWS // room_of(p.groups))
+    p, tile, requests = problem, default_tile(problem), problem.requests
+    kv, q = tilings(p, tile)
     tiles = RowTiles.from_problem(p, q.block, kv, groups=1)
-    splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
+    splits = 1
+    if not p.batch_invariant:
+        splits = num_splits(len(tiles.request) * p.num_kv_heads, kv.count)
     work_tiles = schedule(p, tiles, kv, tile.warpgroups, splits)
-    ctas = min(scheduler.NUM_SMS, len(work_tiles) - 2)
-    shared = shared_arrays(p, p.mask)
+    k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (p.key_pages, p.value_pages))
+    results = launch(
+        *(pallas_flash_paged, p, tile, shared_arrays(p, p.mask), p.query, k, v, work_tiles, splits),
+        partial_tail=p.left is not None,
+        pages=requests.page_indices,
+        page_size=requests.page_size,
+    )
+    o, *statistics = combined(p, [x[None] for x in results])
+    o, lse = o[0].astype(p.dtype), log_sum_of(statistics, large=p.large).lse[0]
+    if requests.cu_seqlens_q is None:
+        return o, lse
+    exists = requests.places()[2][:, None]
+    return jnp.where(exists[..., None], o, 0), jnp.where(exists, lse, -jnp.inf)
+
+
+def tilings(p: AnyProblem, tile: ForwardTile) -> tuple[Tiling, Tiling]:
+    """Return the K/V blocks, and the queries of each work tile."""
+    rows = tile.warpgroups * ptx.ROWS // room_of(p.groups)
+    return Tiling(p.kv_len, tile.block_kv), Tiling(p.q_len, rows)
+
+
+def launch(
+    kernel,
+    p: AnyProblem,
+    tile: ForwardTile,
+    shared,
+    query,
+    key,
+    value,
+    work_tiles,
+    splits: int,
+    *,
+    partial_tail: bool,
+    pages=None,
+    page_size: int = 0,
+) -> list:
+    """Return the results, [splits, tokens, N, ...]; acc, l and a `RowMax` of more than one split.
+
+    Args:
+        kernel: `pallas_flash_paged`, or the same by another name.
+        p: the call.
+        tile: block sizes.
+        shared: what `shared_arrays` returns, of all instances.
+        query: [tokens, N, H].
+        key: [1 or B, keys, K, H].
+        value: [1 or B, keys, K, V].
+        work_tiles: see `rows_of_schedule`.
+        splits: KV splits.
+        partial_tail: whether a query may see no first keys.
+        pages: the page table; None if keys are in no pages.
+        page_size: keys of a page; 0 without pages.
+    """
+    (kv, q), ctas = tilings(p, tile), min(scheduler.NUM_SMS, len(work_tiles) - 2)
     # No position leads outside of an array of options, so that tiles are not ragged.
     options = Options.from_problem(p, shared, *[Tiling(ptx.ROWS, ptx.ROWS)] * 2)
     config = PagedConfig(
@@ -246,63 +305,51 @@ def forward(problem: PagedProblem):
         head_dim=p.head_dim,
         value_dim=p.value_dim,
         query_tiles=None,
-        partial_tail=p.left is not None,
+        partial_tail=partial_tail,
         streams=Streams(),
         num_parts=1,
         num_heads=p.num_heads,
-        page_size=p.requests.page_size,
+        page_size=page_size,
         splits=splits,
     )
     inputs = Inputs(
-        q=p.query[None],
-        k=p.key_pages.reshape(1, -1, *p.key_pages.shape[2:]),
-        v=p.value_pages.reshape(1, -1, *p.value_pages.shape[2:]),
+        q=query[None],
+        k=key,
+        v=value,
         table=None,
         options=options.operands(shared),
         streamed=StreamedArrays(),
         lengths=None,
         schedule=work_tiles,
-        pages=p.requests.page_indices,
+        pages=pages,
     )
-    rows, dtype, count = (splits, p.tokens, p.num_heads), p.dtype, num_statistics(p)
-    if splits > 1:
-        dtype, count = jnp.float32, 2
+    rows, dtype = (splits, *query.shape[:2]), p.dtype
+    count = num_statistics(p) if splits == 1 else 2 + p.max_logits
+    if splits > 1 or p.split_output:
+        dtype = jnp.float32
     _, *results = common.launch(
-        pallas_flash_paged,
+        kernel,
         (inputs,),
         sums=(jnp.full((1, 1), 1 + ctas, jnp.int32),),
         outputs=[((*rows, p.value_dim), dtype), *[(rows, jnp.float32)] * count],
-        memory=scratch(p, tile)._asdict(),
+        memory=scratch(p, tile, page_size)._asdict(),
         grid=dict(cta=ctas),
         warpgroups=tile.warpgroups + 1,
         static=config,
         approx_math=options.approximate,
     )
-    if splits > 1:
-        sinks = None if p.sinks is None else p.sinks[None, None]
-        results = combine_results(p, sinks, *(x[None] for x in results), total=ascending)
-    o, *statistics = (x[0] for x in results)
-    o, lse = o.astype(p.dtype), log_sum_of(statistics, large=p.large).lse
-    if p.requests.cu_seqlens_q is None:
-        return o, lse
-    exists = p.requests.places()[2][:, None]
-    return jnp.where(exists[..., None], o, 0), jnp.where(exists, lse, -jnp.inf)
+    return results
 
 
-def num_splits(work_tiles: int, blocks: int) -> int:
-    """Return into how many splits the K/V blocks of each work tile are cut, `blocks` at most."""
-    # About two for each SM.
-    most = min(blocks // MIN_BLOCKS_OF_A_SPLIT, -(-2 * scheduler.NUM_SMS // work_tiles))
-    return best_splits(work_tiles, blocks, 1, range(1, max(1, most) + 1))
-
-
-def ascending(x):
-    """Return the sum of x along axis 1, in this order."""
-    return functools.reduce(operator.add, [x[:, i] for i in range(x.shape[1])])
+def combined(p: AnyProblem, results) -> list:
+    """Return the output and the statistics [B, ..., N, ...] of results [B, splits, ..., N, ...]."""
+    if results[0].shape[1] == 1:
+        return [x[:, 0] for x in results]
+    return combine(p, None if p.sinks is None else p.sinks[None, None], *results)
 
 
 def schedule(p: PagedProblem, tiles: RowTiles, kv: Tiling, warpgroups: int, splits: int):
-    """Return the rows of `scheduler.dynamic_schedule`, without its counter, of `RequestRows`.
+    """Return `rows_of_schedule` of a call.
 
     Args:
         p: the call.
@@ -312,29 +359,46 @@ def schedule(p: PagedProblem, tiles: RowTiles, kv: Tiling, warpgroups: int, spli
         splits: KV splits.
     """
     request, first, queries = (jnp.asarray(x) for x in tiles[2:5])
-    start, stop = tiles.ranges[:, 0], tiles.ranges[:, 3]
-    # Each split has a share of the blocks that any query tile visits.
-    split = np.arange(splits + 1, dtype=np.int32)[None]
-    small, rest = jnp.divmod((stop - start)[:, None], splits)
-    cuts = (start[:, None] + split * small + jnp.minimum(split, rest))[:, :, None, None]
-    ranges = jnp.clip(tiles.slices(p, kv, warpgroups)[:, None], cuts[:, :-1], cuts[:, 1:])
-    blocks = scheduler.blocks_of_ranges(ranges.reshape(1, 1, -1, 4), warpgroups)
-    blocks = blocks.reshape(len(first), splits, 1, -1)
-
     offset = p.requests.offset[request]
     stop_key = offset + jnp.minimum(first + tiles.block, queries)
     first_key = 0 * offset if p.left is None else offset + first - p.left
-    exists = queries > 0
     token = jnp.asarray(p.requests.starts)[request]
-    of_tile = jnp.where(exists, request, -1), first, token, queries, first_key, stop_key
+    of_tile = jnp.where(queries > 0, request, -1), first, token, queries, first_key, stop_key
+    blocks = tiles.ranges[:, 0], tiles.ranges[:, 3], tiles.slices(p, kv, warpgroups)
+    return rows_of_schedule(p, of_tile, *blocks, splits)
+
+
+def rows_of_schedule(p: AnyProblem, of_tile, start, stop, slices, splits: int):
+    """Return the rows of `scheduler.dynamic_schedule`, without its counter, of `RequestRows`.
+
+    They are a NumPy array if `of_tile` and the others are.
+
+    Args:
+        p: the call.
+        of_tile: of the queries of a work tile the request, or -1 if it does not exist, the first
+            query, and the numbers of `RequestRows` but the split; int32 [tiles] each.
+        start: the first K/V block that any of the queries sees, [tiles].
+        stop: the block after the last one.
+        slices: the blocks that each warpgroup visits, int32 [tiles, warpgroups, 4].
+        splits: KV splits.
+    """
+    # Each split has a share of the blocks that any query tile visits.
+    xp: Any = np if isinstance(slices, np.ndarray) else jnp
+    split, (tiles, warpgroups, _) = np.arange(splits + 1, dtype=np.int32)[None], slices.shape
+    small, rest = xp.divmod((stop - start)[:, None], np.int32(splits))
+    cuts = (start[:, None] + split * small + xp.minimum(split, rest))[:, :, None, None]
+    ranges = xp.clip(slices[:, None], cuts[:, :-1], cuts[:, 1:])
+    blocks = scheduler.blocks_of_ranges(ranges.reshape(1, 1, -1, 4), warpgroups)
+    blocks = blocks.reshape(tiles, splits, 1, -1)
+
     b, first, *own = (x[:, None, None] for x in of_tile)
     h = p.groups * np.arange(p.num_kv_heads, dtype=np.int32)[None, None]
     missing = scheduler.DYNAMIC_COLUMNS - OWN - len(scheduler.WHERE) - blocks.shape[-1]
-    columns = b, h, first, *jnp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
-    table = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1)
+    columns = b, h, first, *xp.moveaxis(blocks, 3, 0), *[b] * missing, *own, split[:, :-1, None]
+    table = xp.stack(xp.broadcast_arrays(*columns), axis=-1)
     if math.prod(table.shape[:3]) > scheduler.NUM_SMS:
         # The longest first, all splits of it together. Work tiles that do not exist are last.
-        table = table[jnp.argsort(jnp.where(exists, start - stop, 1), stable=True)]
+        table = table[xp.argsort(xp.where(of_tile[0] < 0, 1, start - stop), stable=True)]
     before, after = np.zeros((2, 1, scheduler.DYNAMIC_COLUMNS), np.int32)
     after[0, 0] = -1
-    return jnp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])
+    return xp.concatenate([before, table.reshape(-1, scheduler.DYNAMIC_COLUMNS), after])

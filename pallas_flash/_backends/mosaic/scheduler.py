@@ -496,13 +496,11 @@ def dynamic_schedule(batch: int, num_heads: int, heads: int, blocks):
 # ------------------------------------------------------------------------------------------------
 
 
-def work_pipeline(mask: Mask, readers: int) -> Pipeline | None:
-    """Return the stages of work tiles that a CTA takes; None with a static schedule.
+def work_pipeline(readers: int) -> Pipeline:
+    """Return the stages of work tiles that a CTA takes from a dynamic schedule.
 
     `readers` are the warpgroups and warps that run `for_each`.
     """
-    if mask.known_on_host:
-        return None
     smem = plgpu.SMEM((WORK_STAGES, DYNAMIC_COLUMNS), jnp.int32)
     return Pipeline.spec(smem, WORK_STAGES, copies=1, consumers=readers)
 
@@ -549,7 +547,7 @@ class WorkTiles(NamedTuple):
     Attributes:
         schedule: reference to the work tiles of a schedule.
         cta: the number of the CTA, or of its cluster.
-        pipeline: see `work_pipeline`.
+        pipeline: see `work_pipeline`; None with a static schedule.
         counter: reference to the number of the row of a dynamic schedule to be taken next.
         query_tile: function from the number of a CTA's work tile to which of its query tiles the
             `visited` blocks are wanted of, or to None.

@@ -112,6 +112,7 @@ class Options:
         batch: batch elements of an instance.
         large: whether scores may be large, see `Problem.large`.
         max_logits: whether the forward gives the largest score of each row.
+        batch_invariant: whether a score must not depend on what else its tile holds.
         ragged: whether tiles reach beyond the positions that exist.
         near: whether all positions are the tile's own, and their differences exact in float32.
         transposed: whether queries are the columns of tiles.
@@ -122,6 +123,7 @@ class Options:
     batch: int
     large: bool
     max_logits: bool
+    batch_invariant: bool
     ragged: bool
     near: bool
     transposed: bool
@@ -146,7 +148,7 @@ class Options:
         ragged, scores = any(t.length % t.block for t in (q, kv)), problem.scores
         given = scores.offset is not None or scores.positions is not None
         near = not given and problem.q_len + problem.kv_len + abs(scores.shift) < EXACT_IN_FLOAT32
-        wanted = problem.large, problem.max_logits
+        wanted = problem.large, problem.max_logits, problem.batch_invariant
         return cls(structure, leaves, problem.batch, *wanted, ragged, near, transposed)
 
     def operands(self, shared) -> list:
@@ -176,6 +178,8 @@ class Options:
     def functions(self) -> Functions:
         """The functions that compute scores."""
         functions = Functions(ptx.tanh) if self.quick_cap else Functions()
+        if self.batch_invariant:
+            functions = functions._replace(subtract=ptx.difference)
         if not self.near:
             return functions
         # Differences of queries and keys grow along columns by this.
@@ -265,7 +269,8 @@ class ElementOptions(NamedTuple):
                 x = _laid(rest.logits(s * self.scale, *at, functions=functions)) * factor
             else:
                 x = s * (self.scale * factor)
-            return ptx.logistic(x, apart=masked), 2 * LOG2E * cap
+            apart = masked or self.options.batch_invariant
+            return ptx.logistic(x, apart=apart), 2 * LOG2E * cap
         if scores:
             return _laid(scores.logits(s * self.scale, *at, functions=functions)), LOG2E
         if self.options.large:

@@ -12,9 +12,10 @@ from typing import Any
 from pallas_flash._backends.mosaic import (
     backward_dq,
     backward_launch,
-    decode_kernel,
+    decode,
     forward_kernel,
     forward_wide,
+    paged,
 )
 from pallas_flash._problem.features import CallFeatures
 from pallas_flash._problem.problem import Problem
@@ -22,7 +23,6 @@ from pallas_flash._problem.tile_sizes import (
     KERNELS,
     BackwardTile,
     Choose,
-    DecodeTile,
     DqTile,
     ForwardTile,
     TileSizes,
@@ -41,10 +41,8 @@ def default(p: Problem, f: CallFeatures, kernels: Collection[str] = KERNELS) -> 
 
 def _default_tile(kernel: str, p: Problem, f: CallFeatures) -> Any:
     match kernel:
-        case "forward" if not f.decodes:
-            return forward_kernel.default_tile(f)
-        case "decode" if f.decodes:
-            return decode_kernel.default_tile(f)
+        case "forward":
+            return paged.default_tile(p) if decode.packs(p) else forward_kernel.default_tile(f)
         case "backward" | "dkv":
             return backward_launch.default_tile(p, in_order=kernel == "dkv")
         case "dq":
@@ -55,18 +53,11 @@ def _default_tile(kernel: str, p: Problem, f: CallFeatures) -> Any:
 def check(kernel: str, tile, p: Problem, f: CallFeatures) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     del f
-    wide = forward_wide.serves(p)
-    if wide and kernel != "forward":
-        raise ValueError(
-            f"`config.{kernel}` must be None at head dims above {forward_wide.WIDE}, where "
-            f"only the forward is a kernel; got {tile} at head dim "
-            f"{max(p.head_dim, p.value_dim)}. Drop it."
-        )
     match kernel:
+        case "forward" if forward_wide.serves(p):
+            forward_wide.check_tile(tile, p)
         case "forward":
-            (forward_wide if wide else forward_kernel).check_tile(tile, p)
-        case "decode":
-            decode_kernel.check_tile(tile, p)
+            (decode if decode.serves(p, tile) else forward_kernel).check_tile(tile, p)
         case "dq":
             backward_dq.check_tile(tile, p)
         case _:
@@ -83,15 +74,12 @@ def candidates(kernel: str, p: Problem, choose: Choose) -> list:
     backward = [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (1, 2, 3))]
     tried = {
         "forward": forward,
-        "decode": [
-            DecodeTile(w, kv, stages)
-            for w, kv in itertools.product((2, 3), (64, 128))
-            for stages in range(w, 13, w)
-        ],
         "backward": backward,
         "dkv": backward,
         "dq": [DqTile(*sizes) for sizes in itertools.product((2, 3), (64, 128), (2, 3, 4))],
     }[kernel]
+    if kernel == "forward" and decode.packs(p):
+        tried = [ForwardTile(*x) for x in itertools.product((2, 3), (64, 128), (0,), (2, 3, 4))]
     fitting = [tile for tile in tried if fits(kernel, tile, choose)]
     if kernel == "forward":
         with_slots = {dataclasses.replace(x, output_slots=0) for x in fitting if x.output_slots}

@@ -14,10 +14,7 @@ from pallas_flash._backends.triton.tangent_kernel import tangents as tangents
 from pallas_flash._problem import key_center
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import (
-    TileSizes,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import TileSizes, tile_of
 
 
 def forward(problem: Problem, tiles: TileSizes, *, interpret: bool):

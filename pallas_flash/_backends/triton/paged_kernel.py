@@ -47,10 +47,7 @@ from pallas_flash._jax import device, hardware
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.paged import PagedProblem, RowTiles, Work, key_place
 from pallas_flash._problem.problem import Extras
-from pallas_flash._problem.tile_sizes import (
-    Tile,
-    tile_of,
-)
+from pallas_flash._problem.tile_sizes import Tile, tile_of
 from pallas_flash._problem.traversal import Sparsity
 
 

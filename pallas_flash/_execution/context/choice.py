@@ -45,6 +45,11 @@ def choose(problem: Problem, devices: int, asked: str | None, *, keys: bool = Tr
             f"{', '.join(map(str, problem.symbolic))}. Give each a number, or gather the sequence "
             "before the call."
         )
+    if problem.batch_invariant:
+        raise NotImplementedError(
+            "`batch_invariant` must be False where devices divide the sequence, because they join "
+            "sums of its parts; got True. Drop it, or divide the batch or the heads."
+        )
     refused = {}
     if not keys:
         why = "Every device has all keys and values, and nothing is sent."

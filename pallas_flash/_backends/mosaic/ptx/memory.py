@@ -409,30 +409,36 @@ def store_zeros(ref, first, head, rows: int):
     emit(ref, first, head)
 
 
-def zero_rows(ref, first):
-    """Store zeros in the rows of a tile in shared memory from `first` on.
+def zero_rows(ref, first, stop=None):
+    """Store zeros in the rows of a tile in shared memory from `first` on, up to `stop` or the last.
 
     Call `fence` afterwards, or `commit_smem` where products of other warps read the tile.
 
     Args:
         ref: one of `strips` or a column block, 16-bit [rows, width]; swizzled within a row.
         first: the first row, an int32 that may be negative.
+        stop: the first row that is kept behind these, an int32; None for none.
     """
-    rows, width = ref.shape
+    (rows, width), ends = ref.shape, [first] if stop is None else [first, stop]
 
-    @plgpu.inline_mgpu(arg_types=(strips_type(ref), SPLAT))
-    def emit(_, ref, first):
+    @plgpu.inline_mgpu(arg_types=(strips_type(ref), *[SPLAT] * len(ends)))
+    def emit(_, ref, *ends):
         pointer = internals.memref_ptr(ref)
-        first = arith.maxsi(first.registers.flat[0], number(0))
-        stores = arith.muli(first, number(width // AT_A_TIME))
+        first, *stop = (
+            arith.muli(arith.maxsi(x.registers.flat[0], number(0)), number(width // AT_A_TIME))
+            for x in ends
+        )
 
-        @_for_each_of_threads(rows * width // AT_A_TIME, stores)
+        @_for_each_of_threads(rows * width // AT_A_TIME, first)
         def _(i):
             at = arith.muli(i, number(AT_A_TIME))
             place = internals.getelementptr(pointer, [at], ir.IntegerType.get_signless(16))
-            _store_zeros("shared", place, arith.cmpi(arith.CmpIPredicate.uge, i, stores))
+            inside = arith.cmpi(arith.CmpIPredicate.uge, i, first)
+            for x in stop:
+                inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.ult, i, x))
+            _store_zeros("shared", place, inside)
 
-    emit(ref, first)
+    emit(ref, *ends)
 
 
 def _wide(i):

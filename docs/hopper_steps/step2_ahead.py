@@ -1,4 +1,4 @@
-"""Step 2: two stages, so that the copies of a block run while the block before is computed."""
+"""Step 2: the copy of a block starts as soon as the block before it has been read."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from step_common import along_rows, before_any_key, launch, operand, product, zeros
 
-QUERIES, KEYS, STAGES = 64, 64, 2  # Two blocks of 64 keys have the room of one of 128.
+QUERIES, KEYS = 64, 128  # Rows of the tile that stays, and of a block that streams past it.
 
 
 def softmax(s, m, l, scale):
@@ -16,11 +16,6 @@ def softmax(s, m, l, scale):
     alpha = jnp.exp(m - m_new)
     p = jnp.exp(s - along_rows(m_new, s))
     return p.astype(jnp.bfloat16), m_new, alpha * l + jnp.sum(p, axis=1), alpha
-
-
-def stage_of(j):
-    """Return where block j lies."""
-    return lax.rem(j, jnp.int32(STAGES))
 
 
 def kernel(q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, q_full, k_full, v_full):
@@ -33,24 +28,23 @@ def kernel(q_ref, k_ref, v_ref, o_ref, q_sm, k_sm, v_sm, q_full, k_full, v_full)
     plgpu.copy_gmem_to_smem(q_ref.at[queries], q_sm, q_full)
     plgpu.barrier_wait(q_full)
 
-    def copy(j):
-        stage, keys = stage_of(j), (batch, pl.ds(j * KEYS, KEYS), head)
-        plgpu.copy_gmem_to_smem(k_ref.at[keys], k_sm.at[stage], k_full.at[stage])
-        plgpu.copy_gmem_to_smem(v_ref.at[keys], v_sm.at[stage], v_full.at[stage])
+    def copy(j, ref, sm, full):
+        keys = batch, pl.ds(j * KEYS, KEYS), head
+        pl.when(j < count)(lambda: plgpu.copy_gmem_to_smem(ref.at[keys], sm, full))
 
     def step(j, state):
         acc, m, l = state
-        stage = stage_of(j)
-        plgpu.barrier_wait(k_full.at[stage])
-        s = product(q_sm, k_sm.at[stage].T, zeros(QUERIES, KEYS))
+        plgpu.barrier_wait(k_full)
+        s = product(q_sm, k_sm.T, zeros(QUERIES, KEYS))
+        copy(j + 1, k_ref, k_sm, k_full)
         p, m, l, alpha = softmax(s, m, l, scale)
-        plgpu.barrier_wait(v_full.at[stage])
-        acc = product(p, v_sm.at[stage], acc * along_rows(alpha, acc))
-        pl.when(j + STAGES < count)(lambda: copy(j + STAGES))
+        plgpu.barrier_wait(v_full)
+        acc = product(p, v_sm, acc * along_rows(alpha, acc))
+        copy(j + 1, v_ref, v_sm, v_full)
         return acc, m, l
 
-    for j in range(STAGES):
-        copy(j)
+    copy(0, k_ref, k_sm, k_full)
+    copy(0, v_ref, v_sm, v_full)
     state = zeros(QUERIES, head_dim), *before_any_key(QUERIES)
     acc, _, l = lax.fori_loop(0, count, step, state)
 
@@ -69,9 +63,7 @@ def attention(q, k, v):
         grid=dict(head=heads, tile=length // QUERIES, batch=batch),
         warpgroups=1,
         scratch=[
-            operand(QUERIES, head_dim),
-            *[operand(STAGES, KEYS, head_dim)] * 2,
-            plgpu.Barrier(),
-            *[plgpu.Barrier(num_barriers=STAGES)] * 2,
+            *(operand(rows, head_dim) for rows in (QUERIES, KEYS, KEYS)),
+            *[plgpu.Barrier()] * 3,
         ],
     )
