@@ -12,10 +12,10 @@ Weights are random, in bfloat16, and the most likely token is always taken. Ther
               still written long after the last prompt is read
 
 A line of the table is a case of an implementation: new tokens a second, the seconds until a request
-has its first token (median, and for nine of ten), milliseconds of a step in which all slots decode
-(median), how many of them the engine's host works and does not wait for the device (median), and
-the share of --bandwidth at which a step reads the weights and the cache. Programs are compiled
-before.
+has its first token (median, and for nine of ten), and of the case "decode" milliseconds of a step
+in which all slots decode (median), how many of them the engine's host works and does not wait for
+the device (median), and the share of --bandwidth at which a step reads the weights and the cache.
+Programs are compiled before.
 """
 
 from __future__ import annotations
@@ -262,8 +262,12 @@ def bytes_of_step(config: DecoderConfig, case: Case, cache: str | None, params: 
 
 def make_record(flags, config: DecoderConfig, case: Case, name: str, times: Times, params: int):
     """Return the line of a measurement."""
-    if not times.steps:
-        raise UserError(f"--slots must all decode in a step of {case.name}; got none of {name}.")
+    steps = times.steps if case.name == "decode" else [times.total]
+    if not steps:
+        raise UserError(
+            "--shorter must leave steps in which all --slots decode; got none with "
+            f"{flags.shorter}. Use a smaller number."
+        )
     record = {
         "shape": f"{flags.model}-{case.name}",
         "case": f"{case.name} of {flags.model}",
@@ -273,19 +277,19 @@ def make_record(flags, config: DecoderConfig, case: Case, name: str, times: Time
         "clocks": None,
         "implementation": name,
         "config": {"slots": flags.slots, "cache": flags.cache, "drafts": flags.drafts},
-        "ms": spread([1e3 * x for x in times.steps]),
+        "ms": spread([1e3 * x for x in steps]),
         "tokens_per_s": sum(case.answers) / times.total,
         "first_token_s": {
             "median": statistics.median(times.first),
             "p90": float(np.quantile(times.first, 0.9)),
         },
     }
-    if times.host:
-        record["host_ms"] = spread([1e3 * x for x in times.host])
     if case.name == "decode":
         cache = flags.cache if name == "engine" else None
+        if times.host:
+            record["host_ms"] = spread([1e3 * x for x in times.host])
         read = bytes_of_step(config, case, cache, params)
-        record["tb_per_s"] = read / statistics.median(times.steps) / 1e12
+        record["tb_per_s"] = read / statistics.median(steps) / 1e12
         record["share"] = record["tb_per_s"] / flags.bandwidth
     return record
 
@@ -319,15 +323,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                     times = run(model, case, flags)
                 record = make_record(flags, config, case, name, times, params)
                 append(record)
-                first, share = record["first_token_s"], record.get("share")
-                host = record.get("host_ms", {}).get("median")
-                print(
-                    f"{case.name:<9}{name:<16}{record['tokens_per_s']:>10,.0f}"
-                    f"{first['median']:>10.2f}{first['p90']:>9.2f}{record['ms']['median']:>10.2f}"
-                    + (f"{host:>10.2f}" if host else " " * 10)
-                    + (f"{share:>8.2f}" if share else ""),
-                    flush=True,
-                )
+                first, host = record["first_token_s"], record.get("host_ms")
+                line = f"{case.name:<9}{name:<16}{record['tokens_per_s']:>10,.0f}"
+                line += f"{first['median']:>10.2f}{first['p90']:>9.2f}"
+                if case.name == "decode":
+                    line += f"{record['ms']['median']:>10.2f}"
+                    line += f"{host['median']:>10.2f}" if host else " " * 10
+                    line += f"{record['share']:>8.2f}"
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
