@@ -176,7 +176,8 @@ class Engine:
         left = None if None in windows else max(window[0] for window in windows if window)
         guess = Request.guess if draft is None else _unknown
         self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts, guess)
-        self._structures, cache, self._params = (), [], []
+        self._structures: tuple[Structure, ...] = ()
+        cache, self._params = [], []
         for part in models:
             copy = nnx.merge(*nnx.split(part))
             copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
@@ -201,7 +202,7 @@ class Engine:
         self._table = np.zeros((max_requests, columns), np.int32)
         sizes = [most // 4**n for n in range(SIZES - bool(drafts))]
         self._sizes = [size for size in reversed(sizes) if size > max_requests]
-        self._size_of_drafts = 1 << (least - 1).bit_length()
+        self._size_of_drafts = -(-least // 8) * 8
         self._made: dict[tuple[int, int], Any] = {}
         self._texts: dict[int, list[_Text]] = {}
         self._of_request: dict[Request, _Text] = {}
@@ -518,13 +519,14 @@ def _step(
     models = list(_models(structures, caches, params))
     count, columns = old_table.shape
     row, new, lengths = jnp.arange(count), slots[:, NEW], slots[:, LENGTH]
-    limits = Limits.unpacked(slots[:, PAGE + 1 :])
+    limits, number = Limits.unpacked(slots[:, PAGE + 1 :]), row
+    ends: Any = None
     if tokens is None:
         column = jnp.where(slots[:, PAGE] < 0, columns, jnp.maximum(lengths - 1, 0) // page_size)
         table = old_table.at[row, column].set(slots[:, PAGE], mode="drop")
         slot = jnp.where(new > 0, row, count)
         tokens = jnp.where(slots[:, TOKEN] < 0, last, slots[:, TOKEN])
-        inputs, requests, ends = tokens[:, None], (lengths, table), None
+        inputs, requests = tokens[:, None], (lengths, table)
     else:
         starts = jnp.concatenate([jnp.zeros_like(new[:1]), jnp.cumsum(new)])
         number = jnp.arange(len(tokens))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from models.engine import Engine, Sampling
-from models.tokens import utf8
+from models.tokens import FromFolder, utf8
 from scripts.command import UserError
 from scripts.generation.requests import PAGE_SIZE, explained, make_engine
 from scripts.generation.source import Source
@@ -25,6 +25,7 @@ def converse(
         UserError: The model does not fit the memory, or the chat no longer fits the context.
     """
     say("a chat: Ctrl-C ends an answer, Ctrl-D the chat")
+    assert isinstance(source.tokens, FromFolder)  # Others have no template.
     messages = [] if flags.system is None else [{"role": "system", "content": utf8(flags.system)}]
     with explained():
         pages = -(-min(source.model.config.context, MOST) // PAGE_SIZE)

@@ -79,7 +79,8 @@ def test_pages_that_no_query_sees_and_numbers_outside():
     k, v = jax.random.normal(jax.random.key(1), (2, 70, 32, 2, 64), jnp.bfloat16)
     table = np.array(jax.random.permutation(jax.random.key(2), 66)).reshape(3, 22)
     names = "key_scales", "value_scales", "scale", "logits_soft_cap", "sinks", "alibi_slopes"
-    options = dict.fromkeys((*names, "precision"), None) | dict(local_window_size=280)
+    options = dict.fromkeys((*names, "precision"), None)
+    options |= dict(local_window_size=280, batch_invariant=False)
     arrays = q, k, v, jnp.int32([700, 0, 33]), jnp.asarray(table, jnp.int32)
     problem = validate(*arrays, None, **options, return_lse=True, implementation=None)
     table[0, :13] = table[2, 2:] = 67
