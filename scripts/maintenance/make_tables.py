@@ -492,6 +492,22 @@ def pages(file: str) -> str:
     return markdown(["step", "ms", "", "Triton / ours", "cuDNN / ours"], rows)
 
 
+def invariance(file: str) -> str:
+    """Return times with `batch_invariant`, beside those without."""
+    calls: dict[str, dict[str, float]] = {}
+    for r in records(file):
+        default, name = r["implementation"].removeprefix("ours_"), r["case"]
+        call = case_in_words("forward", name) + f", {short(r['T'])} tokens"
+        if name in OF_PAGES:
+            call = f"{OF_PAGES[name]}, head dim {r['D']}"
+        calls.setdefault(call, {})[default] = time(r)
+    rows = [
+        [call, f"{x['mosaic']:.3f}", f"{x['invariant']:.3f}", f"{x['invariant'] / x['mosaic']:.2f}"]
+        for call, x in calls.items()
+    ]
+    return markdown(["call", "ms", "batch-invariant, ms", "ratio"], rows)
+
+
 STEPS = sorted((ROOT / "docs" / "hopper_steps").glob("step[0-9]_*.py"))
 
 
@@ -596,6 +612,7 @@ TABLES = {
     "errors": errors,
     "training": training,
     "pages": pages,
+    "invariance": invariance,
     "step": step,
     "step-speed": step_speed,
     "steps": steps,
