@@ -472,6 +472,7 @@ class Decoder(nnx.Module):
         dtype: str | None = None,
         param_dtype: str | None = None,
         implementation: str | None = None,
+        batch_invariant: bool = False,
     ) -> Self:
         """Return the model of a folder with config.json and model.safetensors, or shards of it.
 
@@ -484,6 +485,7 @@ class Decoder(nnx.Module):
             dtype: Type of the activations; None is the embedding's in the file.
             param_dtype: Type of the parameters; None is each tensor's in the file.
             implementation: As in `pallas_flash.attention`.
+            batch_invariant: As in `pallas_flash.attention`, for all layers.
 
         Raises:
             ValueError: The configuration is none that `Decoder` computes, a dtype is none of these,
@@ -494,9 +496,8 @@ class Decoder(nnx.Module):
                 known = ", ".join(checkpoint.DTYPES.values())
                 raise ValueError(f"`{name}` must be None or one of {known}; got {value!r}.")
         text, tensors = checkpoint.open_folder(pathlib.Path(folder))
-        config = dataclasses.replace(
-            DecoderConfig.from_json(text), dtype=dtype, implementation=implementation
-        )
+        how = dict(implementation=implementation, batch_invariant=batch_invariant)
+        config = dataclasses.replace(DecoderConfig.from_json(text), dtype=dtype, **how)
         stored = checkpoint.embedding_dtype(config, tensors)
         config = dataclasses.replace(config, param_dtype=param_dtype or stored)
         abstract = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))

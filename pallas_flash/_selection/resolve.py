@@ -302,13 +302,13 @@ def _forward(call: _Call) -> PassPlan:
 
 def _check_invariance(call: _Call) -> None:
     """Raise unless the call can be batch-invariant."""
-    limits.check_invariance(call.request.implementation, call.limits.get("mosaic", ""))
     if call.request.reproducible is not None and not call.request.reproducible:
         raise ValueError(
             "`reproducible` must be None or True with `batch_invariant=True`, which turns it on; "
             "got False. Drop one of the two."
         )
     invariance.check_documents(call.problem)
+    limits.check_invariance(call.request.implementation, call.limits.get("mosaic", ""))
 
 
 def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:

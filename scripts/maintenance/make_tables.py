@@ -492,6 +492,37 @@ def pages(file: str) -> str:
     return markdown(["step", "ms", "", "Triton / ours", "cuDNN / ours"], rows)
 
 
+def engine(file: str) -> str:
+    """Return the speed of the engine, beside `Generation`."""
+    rows = []
+    for r in records(file):
+        model, case = r["shape"].rsplit("-", 1)
+        first = r["first_token_s"]
+        cells = [f"{r['tokens_per_s']:,.0f}", f"{first['median']:.2f}, {first['p90']:.2f}", "", ""]
+        if case == "decode":
+            cells[2:] = f"{time(r):.2f}", f"{r['share']:.2f}"
+        name = {"engine": "`Engine`", "generation": "`Generation`"}[r["implementation"]]
+        rows.append([f"{model}, {case}, {name}", *cells])
+    head = ["tokens/s", "first token, s: median, 9 of 10", "ms a step", "share of the memory"]
+    return markdown(["model, case", *head], rows)
+
+
+def invariance(file: str) -> str:
+    """Return times with `batch_invariant`, beside those without."""
+    calls: dict[str, dict[str, float]] = {}
+    for r in records(file):
+        default, name = r["implementation"].removeprefix("ours_"), r["case"]
+        call = case_in_words("forward", name) + f", {short(r['T'])} tokens"
+        if name in OF_PAGES:
+            call = f"{OF_PAGES[name]}, head dim {r['D']}"
+        calls.setdefault(call, {})[default] = time(r)
+    rows = [
+        [call, f"{x['mosaic']:.3f}", f"{x['invariant']:.3f}", f"{x['invariant'] / x['mosaic']:.2f}"]
+        for call, x in calls.items()
+    ]
+    return markdown(["call", "ms", "batch-invariant, ms", "ratio"], rows)
+
+
 STEPS = sorted((ROOT / "docs" / "hopper_steps").glob("step[0-9]_*.py"))
 
 
@@ -595,7 +626,9 @@ TABLES = {
     "dq-errors": dq_errors,
     "errors": errors,
     "training": training,
+    "engine": engine,
     "pages": pages,
+    "invariance": invariance,
     "step": step,
     "step-speed": step_speed,
     "steps": steps,

@@ -3,15 +3,18 @@
 Errors that need a mesh are in test_context_devices.py.
 """
 
+import types
+
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.calls import NEWER, Row, assert_each, f32, given, inputs
+from support.calls import NEWER, Row, assert_each, f32, given, inputs, row_of
 
 import pallas_flash
+from pallas_flash._execution.context import choice
 from pallas_flash.masks import Predicate, PrefixLM, Tree
 from pallas_flash.tuning import ForwardTile, TileSizes
 
@@ -127,20 +130,21 @@ def not_batch_invariant():
     said = "`batch_invariant` must be False where it does not serve the call; got True. "
     yield row("a CPU", NotImplementedError, f"{said}The kernels in Mosaic GPU need a", gpu=None)
     yield row("an A100", NotImplementedError, "the device is NVIDIA A100", gpu="NVIDIA A100")
-    if not NEWER:
-        older = said + "The kernels in Mosaic GPU need JAX 0.11.2 or newer, and this is"
-        yield row("older JAX", NotImplementedError, older)
-        return
-    of_ids = (
-        "`segment_ids` must give each document one run of keys that begins at a multiple of 128"
-    )
-    told = (
-        f"{of_ids} with `batch_invariant=True`; got another one, of query 100 of batch element 0."
-    )
+    told = "at a multiple of 128 with `batch_invariant=True`; got another one, of query 100 of "
     yield row("documents", ValueError, told, segment_ids=jnp.arange(256)[None] // 100)
     two_runs = jnp.array([[0] * 128 + [1] * 64 + [0] * 64])
     yield row("a document in two runs", ValueError, "of query 0 of ba", segment_ids=two_runs)
     yield row("gradients", ValueError, "`reproducible` must be None or True", reproducible=False)
+    divided = "`batch_invariant` must be False where devices divide the sequence"
+    if not NEWER:
+        older = said + "The kernels in Mosaic GPU need JAX 0.11.2 or newer, and this is"
+        yield row("older JAX", NotImplementedError, older)
+        shard = types.SimpleNamespace(symbolic=(), batch_invariant=True)
+        asked = dict(problem=shard, devices=4, asked=None)
+        yield row_of(
+            "batch invariance: a shard", choice.choose, NotImplementedError, divided, **asked
+        )
+        return
     for id, told, options in (
         ("float32", "float32, and they serve float16", dict(dtype=jnp.float32)),
         ("head dim", "a head dim of 320, and the kernels", dict(head_dim=320)),
@@ -164,8 +168,7 @@ def not_batch_invariant():
         config=TileSizes(forward=ForwardTile(2, 64, 1)),
     )
     rows = NamedSharding(AbstractMesh((4,), ("sequence",)), P(None, "sequence"))
-    told = "`batch_invariant` must be False where devices divide the sequence"
-    yield row("a divided sequence", NotImplementedError, told, rows=rows)
+    yield row("a divided sequence", NotImplementedError, divided, rows=rows)
 
 
 def bad_context():

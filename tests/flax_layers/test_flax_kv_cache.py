@@ -405,3 +405,15 @@ def test_error_names_argument(case):
     call, fragment = ERRORS[case]
     with pytest.raises((TypeError, ValueError), match=fragment):
         call(self_attention())
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_batch_invariance_reaches_caches(pages):
+    """A CPU has no such kernels."""
+    layer, more = self_attention(batch_invariant=True), dict(requests=REQUESTS) if pages else {}
+    if pages:
+        layer.init_pages(4, 16)
+    else:
+        layer.init_cache((2, 9, FEATURES))
+    with pytest.raises(NotImplementedError, match="`batch_invariant` must be False where"):
+        decode(layer, **more)
