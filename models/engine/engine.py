@@ -153,38 +153,11 @@ class Engine:
         batch_invariant: bool = False,
     ):
         models = [model] if draft is None else [model, draft]
-        for name, part in zip(("model", "draft"), models, strict=False):
-            if not isinstance(part, Decoder):
-                raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
-        sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests)
+        sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests, drafts=drafts)
+        sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length)
+        most = _check(models, sizes, cache_dtype, batch_invariant)
         context = min(part.config.context for part in models)
         max_length = context if max_length is None else max_length
-        most = max_tokens_per_step
-        sizes |= dict(max_tokens_per_step=most or 1, max_length=max_length, drafts=drafts)
-        for name, size in sizes.items():
-            least = 0 if name == "drafts" else 1
-            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
-                raise ValueError(f"`{name}` must be an int of at least {least}; got {size!r}.")
-        least = max_requests * (1 + drafts)
-        if most is None:
-            most = max(MOST_INVARIANT if batch_invariant else MOST, 1 << least.bit_length())
-        if most & (most - 1) or most <= least:
-            raise ValueError(
-                f"`max_tokens_per_step` must be a power of two above {least}, what all requests "
-                f"decode in a step; got {most}."
-            )
-        if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
-            known = ", ".join(CACHE_DTYPES)
-            raise ValueError(f"`cache_dtype` must be None or one of {known}; got {cache_dtype!r}.")
-        if draft is not None and not drafts:
-            raise ValueError("`drafts` must be at least 1 with a `draft`; got 0.")
-        if len({part.layout and part.layout.mesh for part in models}) > 1:
-            raise ValueError("`draft` must be on the devices of `model`; give both one layout.")
-        devices = 1 if model.layout is None else model.layout.mesh.size
-        if batch_invariant and (draft is not None or devices > 1):
-            raise ValueError(
-                "`batch_invariant` must be False with a `draft`, and on several devices; got True."
-            )
         self._invariant, self._scoring = batch_invariant, False
         self._vocab_size, self._tokenizer = model.config.vocab_size, tokenizer
         self._page_size, self._drafts = page_size, drafts
@@ -222,7 +195,7 @@ class Engine:
         self._table = np.zeros((max_requests, columns), np.int32)
         sizes = [most // 4**n for n in range(1 if batch_invariant else SIZES - bool(drafts))]
         self._sizes = [size for size in reversed(sizes) if size > max_requests]
-        self._size_of_drafts = -(-least // 8) * 8
+        self._size_of_drafts = -(-max_requests * (1 + drafts) // 8) * 8
         self._made: dict[tuple[int, int], Any] = {}
         self._texts: dict[int, list[_Text]] = {}
         self._of_request: dict[Request, _Text] = {}
@@ -527,6 +500,42 @@ class Engine:
         self._texts[answer.id].remove(text)
         if not self._texts[answer.id]:
             del self._texts[answer.id]
+
+
+def _check(
+    models: list[Decoder], sizes: dict[str, Any], cache_dtype: str | None, batch_invariant: bool
+) -> int:
+    """Raise if arguments of an engine do not fit; return the most tokens of a step."""
+    for name, part in zip(("model", "draft"), models, strict=False):
+        if not isinstance(part, Decoder):
+            raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
+    for name, size in sizes.items():
+        least = 0 if name == "drafts" else 1
+        if size is None and name in ("max_tokens_per_step", "max_length"):
+            continue
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
+            raise ValueError(f"`{name}` must be an int of at least {least}; got {size!r}.")
+    most, least = sizes["max_tokens_per_step"], sizes["max_requests"] * (1 + sizes["drafts"])
+    if most is None:
+        most = max(MOST_INVARIANT if batch_invariant else MOST, 1 << least.bit_length())
+    if most & (most - 1) or most <= least:
+        raise ValueError(
+            f"`max_tokens_per_step` must be a power of two above {least}, what all requests "
+            f"decode in a step; got {most}."
+        )
+    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
+        known = ", ".join(CACHE_DTYPES)
+        raise ValueError(f"`cache_dtype` must be None or one of {known}; got {cache_dtype!r}.")
+    if models[1:] and not sizes["drafts"]:
+        raise ValueError("`drafts` must be at least 1 with a `draft`; got 0.")
+    meshes = {part.layout and part.layout.mesh for part in models}
+    if len(meshes) > 1:
+        raise ValueError("`draft` must be on the devices of `model`; give both one layout.")
+    if batch_invariant and (models[1:] or any(mesh and mesh.size > 1 for mesh in meshes)):
+        raise ValueError(
+            "`batch_invariant` must be False with a `draft`, and on several devices; got True."
+        )
+    return most
 
 
 def _unknown(request: Request, count: int) -> list[int]:
