@@ -473,9 +473,9 @@ class Engine:
         for part, place in parts:
             if (text := self._of_request.get(part.request)) is None:
                 continue  # It has ended meanwhile.
-            if text.following:  # It may have been read before, and lost its pages.
+            if text.following:  # It has all of its pages from the start, and keeps them.
                 rows = logs[place + 1 - part.count : place + 1 - part.draws]
-                text.answer.log_probabilities[part.start :] = rows.tolist()
+                text.answer.log_probabilities += rows.tolist()
             end = None
             for number in range(1 + len(part.draft) if part.draws else 0):
                 token = int(tokens[place + number])
