@@ -444,7 +444,7 @@ class Engine:
         drawn.copy_to_host_async()
         return read, drawn
 
-    def _call(self, size, kind, slots, new: list[int], drafts=0, following: Any = None) -> Any:
+    def _call(self, size: Any, kind, slots, new: list[int], drafts=0, following: Any = None) -> Any:
         """Run a program, and return what it draws."""
         tokens = table = None
         if self._invariant:
@@ -454,7 +454,7 @@ class Engine:
             tokens, table = np.zeros(size, np.int32), self._table.copy()
             tokens[: len(new)] = new
         if following is not None:
-            following = np.array(following + [-1] * (len(tokens) - len(following)), np.int32)
+            following = np.array(following + [-1] * (size - len(following)), np.int32)
         if (kind, drafts) not in self._made:
             shapes = [x.shape for x in jax.tree.leaves(self._state)]
             shapes = *shapes, *self._sizes, self._size_of_drafts
@@ -610,7 +610,7 @@ def _step(
     # The other one computes the same tokens, so that its pages are right wherever these are.
     stream, *_ = [_stream(model, inputs, requests) for model in models]
     if not drafts and following is None:
-        stream = stream[:, 0] if ends is None else stream[ends]
+        stream = stream[:, 0] if len(requests) == 2 else stream[ends]
     logits = models[0].logits(stream)
     position, of_row, to_draw = lengths, present, logits
     if drafts:
