@@ -38,7 +38,15 @@ try:
     from models.engine.engine import CACHE_DTYPES
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
-    from scripts.command import Parser, UserError, command, parse_path, parse_size, why
+    from scripts.command import (
+        Parser,
+        UserError,
+        command,
+        is_out_of_memory,
+        parse_path,
+        parse_size,
+        why,
+    )
     from scripts.generation.conversation import converse
     from scripts.generation.requests import read_requests, write_answers
     from scripts.generation.source import Source, message_with_flags, open_source
@@ -330,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, NotImplementedError) as error:
         raise UserError(message_with_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             f"--tokens and the prompts must fit the device's memory; got {len(prompts)} texts of "

@@ -31,7 +31,7 @@ import jax
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
-from models.errors import UserError
+from models.errors import UserError, naming
 from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
 from models.training.processes import first_line, is_writer, result_of_writer, several, warn
 from models.training.settings import FREE, TrainConfig
@@ -232,7 +232,8 @@ class RunFolder:
     def append(self, lines: list[dict[str, Any]]):
         """Add lines to the metrics; they are on the disk when this returns."""
         if is_writer():
-            with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            path = self.path / METRICS
+            with naming(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json_lines(lines))
                 file.flush()
                 os.fsync(file.fileno())
@@ -300,7 +301,7 @@ class RunFolder:
         try:
             write_file(self.path / CURVES, picture.getvalue())
         except OSError as error:
-            warn(f"{CURVES} was not written: {error}.")
+            warn(f"the curves were not written: {error}.")
 
 
 def json_lines(lines: list[dict[str, Any]]) -> str:

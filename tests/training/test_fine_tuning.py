@@ -299,7 +299,7 @@ EXPORTS = {
     "RUN NEW --step 10": "the checkpoint of step 10 must be whole; got ",
     "WEIGHTS NEW --adapter FULL": "must have adapter_config.json and adapter_model.safetensors; g",
     "LOST NEW": "SOURCE must have the weights that it tuned in 'nowhere', as it found them; got ",
-    "RUN NEW": "No space left on device",
+    "RUN NEW": "No space left on device: '",
 }
 
 

@@ -377,7 +377,7 @@ def test_disk_full_at_a_line_keeps_the_run(config, whole_run):
     size = len(metrics_in(run))
     with RunFolder(config, "text") as opened:
         restore(opened)
-        with room_for(size - 20), pytest.raises(OSError, match="File too large"):
+        with room_for(size - 20), pytest.raises(OSError, match=r"large: .*metrics.jsonl"):
             opened.append([line_at(step) for step in (4, 5, 6)])
     with RunFolder(config, "text") as opened:
         go(opened)
@@ -390,5 +390,7 @@ def test_disk_full_at_the_curves_is_a_warning(run, config, capsys):
         restore(opened)
         with room_for(1000):
             opened.plot()
-    assert "warning: loss.png was not written: [Errno 27]" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    said = "warning: the curves were not written: [Errno 27] File too large: "
+    assert f"{said}'{run}/loss.png'" in error
     assert (run / "loss.png").read_bytes() == b"old"
