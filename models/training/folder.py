@@ -38,7 +38,7 @@ from models.training.settings import FREE, TrainConfig
 from models.training.weights import hashes_of
 
 METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
-CHECKSUMS, STATE = "checksums.json", "state"
+CHECKSUMS, STATE, DELETED = "checksums.json", "state", ".deleted"
 # Settings that are hashes, in words.
 HASHED = {"text": "the text of `data` or `conversations`", "weights": "the files in `init_from`"}
 # Seconds until every process can read a file that process 0 has written.
@@ -100,6 +100,8 @@ class RunFolder:
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
+            # By a rename, because a kill leaves a part of what is removed file by file.
+            todelete_subdir=DELETED,
             save_root_metadata=False,
             single_host_load_and_broadcast=several(),
         )
@@ -124,6 +126,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock(self.path / LOCK))
+            shutil.rmtree(self._checkpoints / DELETED, ignore_errors=True)
             folders = [p for p in self._checkpoints.glob("*") if p.name.isdecimal()]
             folders.sort(key=lambda p: int(p.name))
             whole = [p for p in folders if (p / CHECKSUMS).exists()]
@@ -255,6 +258,8 @@ class RunFolder:
             for old in sorted(self._manager.all_steps())[: -self._config.keep_checkpoints]:
                 if old != best:
                     self._manager.delete(old)
+            if is_writer():
+                shutil.rmtree(self._checkpoints / DELETED, ignore_errors=True)
         except Exception as error:  # Orbax and TensorStore raise many types when a write fails.
             raise UserError(
                 f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at "
