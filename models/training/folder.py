@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from matplotlib.figure import Figure
 from models.errors import UserError, naming
 from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
 from models.training.processes import first_line, is_writer, result_of_writer, several, warn
-from models.training.settings import FREE, TrainConfig
+from models.training.settings import FREE, TrainConfig, settings_alike
 from models.training.weights import hashes_of
 
 METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
@@ -74,6 +75,7 @@ class RunFolder:
     Args:
         config: The settings, complete.
         text_hash: The hash of the text that the run reads.
+        matrices: The names in `lora_targets` that stand for all.
 
     Attributes:
         last_step: The step of the newest whole checkpoint, 0 if there is none.
@@ -84,11 +86,11 @@ class RunFolder:
             checkpoints alone.
     """
 
-    def __init__(self, config: TrainConfig, text_hash: str):
+    def __init__(self, config: TrainConfig, text_hash: str, matrices: Sequence[str] = ()):
         self.path, self.last_step = Path(config.out_dir).absolute(), 0
         self.metrics: list[dict[str, Any]] = []
         self._checkpoints = self.path / CHECKPOINTS
-        self._config = config
+        self._config, self._matrices = config, matrices
         self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash, "weights": None}
         self._exit = contextlib.ExitStack()
 
@@ -182,11 +184,13 @@ class RunFolder:
         write_file(path, json_lines(self.metrics))
 
     def _refuse_other_settings(self):
-        saved = read_marked(self.path / RUN) or {}
+        # A run of an earlier version may lack settings.
+        saved = dataclasses.asdict(TrainConfig()) | (read_marked(self.path / RUN) or {})
+        there, here = (settings_alike(x, self._matrices) for x in (saved, self._settings))
         changed = [
             HASHED.get(name) or f"`{name}` (there {saved.get(name)!r}, now {now!r})"
             for name, now in self._settings.items()
-            if name not in FREE and saved.get(name, getattr(TrainConfig, name, None)) != now
+            if name not in FREE and saved.get(name) != now and there.get(name) != here[name]
         ]
         if changed:
             raise UserError(

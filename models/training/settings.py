@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import re
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ HELP = {
     "num_heads": "number of its query heads",
     "num_kv_heads": "number of its key/value heads; else as many",
     "features": "size of its residual stream",
-    "context": "tokens of a sequence in training",
+    "context": "tokens of a sequence in training; a preset's are at most those of the weights",
     "dtype": "type of the activations; else bfloat16 on a GPU and float32 elsewhere",
     "param_dtype": "type of the parameters",
     "attention": "implementation of pallas_flash.attention, which else chooses",
@@ -171,6 +172,23 @@ class TrainConfig:
         return folder
 
 
+def settings_alike(settings: dict[str, Any], matrices: Iterable[str]) -> dict[str, Any]:
+    """Return settings by name, such that two ways to write one value are equal.
+
+    Args:
+        settings: The settings.
+        matrices: The names in `lora_targets` that stand for all.
+    """
+    rank, targets, folder = (settings[x] for x in ("lora_rank", "lora_targets", "init_from"))
+    same = {
+        "num_kv_heads": settings["num_kv_heads"] or settings["num_heads"],
+        "lora_alpha": settings["lora_alpha"] or (rank and 2 * rank),
+        "lora_targets": {*(targets.split(",") if targets else matrices)},
+        "init_from": folder and (weights_folder(Path(folder)) or Path(folder)).resolve(),
+    }
+    return settings | same
+
+
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
     """Return the configuration of the weights that are tuned, or of a new model.
 
@@ -186,10 +204,10 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
             model = DecoderConfig.from_json(text)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if model.rope is None and config.context > model.context:
+    if config.context > model.context:
         raise UserError(
-            f"`context` must be at most {model.context}, the learned positions of the weights; got "
-            f"{config.context}."
+            f"`context` must be at most {model.context}, that of the weights in `init_from` by "
+            f"their {CONFIG}; got {config.context}."
         )
     return dataclasses.replace(
         model,
@@ -296,4 +314,9 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
     if "steps" in values:
         warmup = base.get("warmup_steps", TrainConfig.warmup_steps)
         values.setdefault("warmup_steps", min(warmup, values["steps"] // 10))
-    return TrainConfig(**base | values)
+    config = TrainConfig(**base | values)
+    if tuned and "context" not in values:
+        # The least that is allowed asks the weights for theirs.
+        most = model_config(dataclasses.replace(config, context=2), 0).context
+        config = dataclasses.replace(config, context=min(config.context, most))
+    return config

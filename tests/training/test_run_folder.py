@@ -312,6 +312,42 @@ def test_files_of_others_in_our_folder_stay(run, config):
     assert all((run / name).read_bytes() == b"mine" for name in names)
 
 
+SPELLINGS = {
+    "the same": {},
+    "defaults": dict(num_kv_heads=4, lora_alpha=4.0, lora_targets=None),
+    "order": dict(lora_targets="up_proj,q_proj,up_proj"),
+    "slash": dict(init_from="tuned/"),
+    "run": dict(init_from="../work/tuned"),
+    "weights": dict(init_from="tuned/weights"),
+    "absolute": dict(init_from=lambda path: str(path / "work" / "tuned")),
+    "another alpha": dict(lora_alpha=5.0),
+    "other targets": dict(lora_targets="q_proj"),
+    "another folder": dict(init_from="copy"),
+}
+
+
+def test_run_of_another_spelling_goes_on(config, tmp_path, monkeypatch):
+    """A value is written in several ways, and a folder has several paths."""
+    weights = tmp_path / "work" / "tuned" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "config.json").write_text("{}")
+    shutil.copytree(weights, tmp_path / "work" / "copy")
+    monkeypatch.chdir(tmp_path / "work")
+    first = dict(init_from="tuned", lora_rank=2, lora_targets="q_proj,up_proj")
+    config, matrices = dataclasses.replace(config, **first), ("q_proj", "up_proj")
+    with RunFolder(config, "text", matrices) as opened:
+        go(opened)
+    for name, changes in SPELLINGS.items():
+        changes = {x: y(tmp_path) if callable(y) else y for x, y in changes.items()}
+        other = dataclasses.replace(config, **changes)
+        if name.startswith(("another", "other targets")):
+            with pytest.raises(UserError, match=f"differs in `{next(iter(changes))}` "):
+                RunFolder(other, "text", matrices).__enter__()
+        else:
+            with RunFolder(other, "text", matrices) as opened:
+                assert opened.last_step == STEPS, name
+
+
 # --------------------------------------------------------------------------------------------- lock
 
 
