@@ -178,6 +178,7 @@ CALLS = {
 
 
 NEW = f32((2, 3, 2, 8))
+BY_HEAD = {"key_pages": INT8, "value_pages": INT8, "key_scales": f32(2), "value_scales": f32(2)}
 APPENDED = {
     "heads of keys": (dict(key=f32((2, 3, 4, 8))), ValueError, "`value` must have the shape of `k"),
     "pages of values": (
@@ -208,6 +209,12 @@ APPENDED = {
         ),
         ValueError,
         "`page_indices` must be from 0 to 6 up to each length; got 99. Give the number of a page",
+    ),
+    "NaN and int8 by head": (
+        dict(value=NEW.at[1, 2].set(jnp.nan), **BY_HEAD),
+        ValueError,
+        "`value` must have no NaN with int8 pages and a scale for each head, because int8 has none"
+        "; got some in token 5. Give a scale",
     ),
 }
 QUANTISED = {
