@@ -283,14 +283,15 @@ def number(kind: type, least: float):
 def main(argv: list[str] | None = None):
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="cpu", help="defaults of the flags")
-    parser.add_argument("--data", type=pathlib.Path, help="a text file, or a folder of them")
-    parser.add_argument("--out-dir", type=pathlib.Path, default="runs/gpt", help="the results")
-    parser.add_argument("--attention", default="auto", help="as `implementation` of the package")
-    parser.add_argument("--num-kv-heads", type=number(int, 1), help="(default: --num-heads)")
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="cpu", help="values of the flags that are not given")
+    add("--data", type=pathlib.Path, help="text, or a folder of it (default: Python's own source)")
+    add("--out-dir", type=pathlib.Path, default="runs/gpt", help="results; a run there is resumed")
+    add("--attention", default="auto", help="the `implementation` of pallas_flash.attention")
+    add("--num-kv-heads", type=number(int, 1), help="(default: --num-heads)")
     for name, x in CPU.items():
         kind = number(type(x), 0 if name == "seed" else 1 if type(x) is int else 1e-9)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"(default: {x})")
+        add(f"--{name.replace('_', '-')}", type=kind, help=f"(default: {x})")
     parser.set_defaults(**PRESETS[parser.parse_known_args(argv)[0].preset])
     train(parser.parse_args(argv))
 
