@@ -82,18 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="a file with a prompt in each line, - for the standard input; without this and "
         "--prompt, all of the standard input is one prompt",
     )
-    add(
-        "--requests",
-        type=parse_path,
-        metavar="FILE",
-        help="a file of requests, a line of JSON each, - for the standard input",
-    )
-    add(
-        "--out",
-        type=parse_path,
-        metavar="FILE",
-        help="file for the answers to --requests (default: the standard output)",
-    )
+    add("--requests", type=parse_path, metavar="FILE", help="lines of JSON, - for the input")
+    add("--out", type=parse_path, metavar="FILE", help="for their answers (default: the output)")
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -121,22 +111,10 @@ def make_parser() -> argparse.ArgumentParser:
     add = drawn.add_argument
     add("--temperature", type=float, metavar="T", help="0 takes the most likely token (else: 1)")
     add("--top-k", type=parse_size, metavar="N", help="only the N most likely tokens (else: all)")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="only the likeliest that make P together (else: all)",
-    )
-    add(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="only tokens at least P times as likely as the first",
-    )
+    add("--top-p", type=float, metavar="P", help="only the likeliest, up to this sum (else: all)")
+    add("--min-p", type=float, metavar="P", help="only those at least P times the likeliest")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
-    add = parser.add_argument_group(
-        "computation", "The engine serves --requests and chats, and no prompts."
-    ).add_argument
+    add = parser.add_argument_group("computation").add_argument
     add("--cache", choices=CACHE_DTYPES, help="type of the engine's cache")
     add("--drafts", type=int, default=0, metavar="N", help="tokens that the engine guesses")
     add("--draft", type=parse_path, metavar="FOLDER", help="a smaller model that guesses them")

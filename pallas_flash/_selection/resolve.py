@@ -51,7 +51,7 @@ class Explanation:
         refused: why each of the others was not, by name.
         context_parallelism: the method, its `reason` and the others `refused`, where devices divide
             the sequence; else None.
-        tiles: for each kernel its implementation and its tile, in words; that of
+        tiles: for each kernel its implementation and its tile, in words. The kernel
             "table_gradients" computes gradients of slopes and operands.
     """
 
