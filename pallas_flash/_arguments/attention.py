@@ -101,9 +101,8 @@ def validate(
         key_value_positions=key_value_positions,
     )
     # Positions change a score through the slopes alone.
-    at = TokenPositions()
-    if slopes is not None:
-        at = _positions((batch, q_len, kv_len), divided, **positions)
+    sizes = batch, q_len, kv_len
+    at = TokenPositions() if slopes is None else _positions(sizes, divided, **positions)
     return Problem(
         query=query,
         key=key,
