@@ -118,6 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache", choices=CACHE_DTYPES, help="type of the engine's cache")
     add("--drafts", type=int, default=0, metavar="N", help="tokens that the engine guesses")
     add("--draft", type=parse_path, metavar="FOLDER", help="a smaller model that guesses them")
+    add("--batch-invariant", action="store_true", help="answers alike in whatever batch; Hopper")
     add("--devices", type=parse_size, default=1, metavar="N", help="GPUs that share the weights")
     add(
         "--dtype",
@@ -311,8 +312,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError("--when-full and --special-tokens must come with a prompt; got a chat.")
         converse(flags, source, engine.Sampling(**engine_sampling(flags, source)), say)
         return
-    if flags.cache or flags.drafts or flags.draft:
-        raise UserError("--cache, --drafts and --draft must come with --requests, or with a chat.")
+    if flags.cache or flags.drafts or flags.draft or flags.batch_invariant:
+        raise UserError(
+            "--cache, --drafts, --draft and --batch-invariant must come with --requests, or with a "
+            "chat."
+        )
     prompts = read_prompts(flags)
     tokens = encode(flags, source, prompts)
     slides, longest = flags.when_full == "slide", max(map(len, tokens)) + flags.tokens - 1

@@ -25,8 +25,9 @@ CACHE_DTYPES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"
 # draw the next one; the page of the only token, if it is new, else -1.
 TOKEN, NEW, LENGTH, DRAWS, PAGE = range(5)
 FIELDS = 5 + len(Limits._fields)
-# Sizes of the programs that take prompts, each a quarter of the one before.
-SIZES = 3
+# Sizes of the programs that take prompts, each a quarter of the one before; the first, in tokens;
+# and the only one of a batch-invariant engine.
+SIZES, MOST, MOST_INVARIANT = 3, 2048, 128
 
 
 def bytes_of_token(config: DecoderConfig, cache_dtype: str | None) -> int:
@@ -91,6 +92,7 @@ class _Text:
     request: Request
     sampling: Sampling
     stop_tokens: frozenset[int]
+    following: Sequence[int] = ()  # the token after each one of a request that is scored
 
     def end(self, token: int) -> str | None:
         """Return why the text ends with a token; None if it goes on."""
@@ -116,7 +118,8 @@ class Engine:
             float8_e4m3fn; None is the activations'.
         max_requests: Most texts that are continued at once; others wait.
         max_tokens_per_step: Most tokens that a step computes, a power of two above
-            `max_requests * (1 + drafts)`.
+            `max_requests * (1 + drafts)`; None is 2048, or 128 with `batch_invariant`, or more
+            where that is too few.
         max_length: Most tokens that the model reads of a text; None are its context, or all pages.
             By it, the rotary positions of longrope are chosen.
         drafts: Most tokens of a text that a step guesses and checks, beside the one that it knows.
@@ -125,9 +128,13 @@ class Engine:
         draft: A smaller model of the same tokens, which guesses instead. It draws with the noise of
             the tokens that it guesses, and has pages of its own under the same numbers. Texts with
             a repetition penalty are not guessed.
+        batch_invariant: Whether tokens and log-probabilities of a text have the same bits whatever
+            the engine computes beside it, see docs/batch-invariance.md. All attention then has this
+            option. One program serves every step; it is compiled here.
 
     Raises:
         ValueError: An argument is out of range, or of another kind.
+        NotImplementedError: Device, model or pages are not served with `batch_invariant`.
     """
 
     def __init__(
@@ -139,52 +146,38 @@ class Engine:
         page_size: int = 64,
         cache_dtype: str | None = None,
         max_requests: int = 64,
-        max_tokens_per_step: int = 2048,
+        max_tokens_per_step: int | None = None,
         max_length: int | None = None,
         drafts: int = 0,
         draft: Decoder | None = None,
+        batch_invariant: bool = False,
     ):
         models = [model] if draft is None else [model, draft]
-        for name, part in zip(("model", "draft"), models, strict=False):
-            if not isinstance(part, Decoder):
-                raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
-        sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests)
+        sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests, drafts=drafts)
+        sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length)
+        most = _check(models, sizes, cache_dtype, batch_invariant)
         context = min(part.config.context for part in models)
         max_length = context if max_length is None else max_length
-        sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length, drafts=drafts)
-        for name, size in sizes.items():
-            least = 0 if name == "drafts" else 1
-            if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
-                raise ValueError(f"`{name}` must be an int of at least {least}; got {size!r}.")
-        most, least = max_tokens_per_step, max_requests * (1 + drafts)
-        if most & (most - 1) or most <= least:
-            raise ValueError(
-                f"`max_tokens_per_step` must be a power of two above {least}, what all requests "
-                f"decode in a step; got {most}."
-            )
-        if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
-            known = ", ".join(CACHE_DTYPES)
-            raise ValueError(f"`cache_dtype` must be None or one of {known}; got {cache_dtype!r}.")
-        if draft is not None and not drafts:
-            raise ValueError("`drafts` must be at least 1 with a `draft`; got 0.")
-        if len({part.layout and part.layout.mesh for part in models}) > 1:
-            raise ValueError("`draft` must be on the devices of `model`; give both one layout.")
+        self._invariant, self._scoring = batch_invariant, False
         self._vocab_size, self._tokenizer = model.config.vocab_size, tokenizer
         self._page_size, self._drafts = page_size, drafts
         self.max_length = min(context, pages * page_size, max_length)
         windows = [x.config.local_window_of(0) if all(x.config.sliding) else None for x in models]
         left = None if None in windows else max(window[0] for window in windows if window)
         guess = Request.guess if draft is None else _unknown
-        self._scheduler = Scheduler(pages, page_size, max_requests, most, left, drafts, guess)
+        self._scheduler = Scheduler(pages, page_size, max_requests, left, drafts, guess)
         self._structures: tuple[Structure, ...] = ()
         cache, self._params = [], []
         for part in models:
             copy = nnx.merge(*nnx.split(part))
+            for layer in copy.layers:
+                layer.attention.batch_invariant = batch_invariant or part.config.batch_invariant
             copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
             structure, *arrays = take_apart(copy)
             self._structures += (structure,)
             cache += arrays[0]
-            self._params += arrays[1]
+            # Programs see where arrays are, and whether they must stay there.
+            self._params += jax.device_put(arrays[1], [x.sharding for x in arrays[1]])
         # The arrays of a step on the device, and their shardings, which steps keep.
         columns = -(-self.max_length // page_size)
         whole = cache[0].sharding if model.layout is None else model.layout.sharding()
@@ -200,14 +193,16 @@ class Engine:
         self._slots = np.zeros((max_requests, FIELDS), np.int32)
         self._slots[:, PAGE] = -1
         self._table = np.zeros((max_requests, columns), np.int32)
-        sizes = [most // 4**n for n in range(SIZES - bool(drafts))]
+        sizes = [most // 4**n for n in range(1 if batch_invariant else SIZES - bool(drafts))]
         self._sizes = [size for size in reversed(sizes) if size > max_requests]
-        self._size_of_drafts = -(-least // 8) * 8
+        self._size_of_drafts = -(-max_requests * (1 + drafts) // 8) * 8
         self._made: dict[tuple[int, int], Any] = {}
         self._texts: dict[int, list[_Text]] = {}
         self._of_request: dict[Request, _Text] = {}
         self._next_id, self._flying = 0, None
         self._changed: list[Answer] = []
+        if batch_invariant:
+            self.warm_up()
 
     # ------------------------------------------------------------------------------ for users
 
@@ -260,7 +255,11 @@ class Engine:
         if not isinstance(sampling, Sampling):
             kind = f"{type(sampling).__module__}.{type(sampling).__name__}"
             raise ValueError(f"`sampling` must be a models.engine.Sampling; got {kind}.")
-        words, tokens = self._tokenizer, self._tokens_of(prompt)
+        words, tokens, following = self._tokenizer, self._tokens_of(prompt), []
+        if self._scoring:  # The last token counts as drawn.
+            tokens, following = tokens[:-1], tokens[1:]
+            if not tokens:
+                raise ValueError("`texts` must have at least two tokens each; got one.")
         if len(tokens) > self.max_length:
             raise ValueError(
                 f"`prompt` must have at most the {self.max_length} tokens that context, pages and "
@@ -278,9 +277,10 @@ class Engine:
         id, self._next_id = self._next_id, self._next_id + 1
         self._texts[id] = []
         for sample in range(sampling.samples):
-            # For a penalty, steps must see all tokens that the text has.
-            request = Request(list(tokens), most, shares=sampling.repetition_penalty == 1)
-            text = _Text(Answer(id, sample, tokens, make), request, sampling, frozenset(stops))
+            # For a penalty, steps must see all tokens that the text has; and to score them.
+            shares = sampling.repetition_penalty == 1 and not following
+            request, answer = Request(list(tokens), most, shares), Answer(id, sample, tokens, make)
+            text = _Text(answer, request, sampling, frozenset(stops), following)
             self._of_request[request] = text
             self._texts[id].append(text)
             self._scheduler.add(request)
@@ -303,7 +303,9 @@ class Engine:
 
         The tokens are of the step before, which the device has computed meanwhile.
         """
-        parts, before = self._scheduler.plan(), self._flying
+        # Scores need logits of all tokens, so that the smallest program has them.
+        most = self._sizes[0 if self._scoring else -1]
+        parts, before = self._scheduler.plan(most), self._flying
         try:
             self._flying = self._launch(parts) if parts else None
         except BaseException:  # An interrupt, too: pages must not have names without content.
@@ -334,7 +336,7 @@ class Engine:
             ValueError: The engine has other requests, or a request is refused by `submit`.
         """
         if self.busy:
-            raise ValueError("`run` needs an engine without requests; step until it has none.")
+            raise ValueError("`run` and `score` need an engine without requests; it is `busy`.")
         if isinstance(prompts, str):
             raise ValueError("`prompts` must be a list of prompts; got a text: put it into a list.")
         prompts = list(prompts)
@@ -358,6 +360,23 @@ class Engine:
             self._changed = []
         return answers
 
+    def score(self, texts: Iterable[Any], *, progress: bool = False) -> list[list[float]]:
+        """Return the log-probabilities of all tokens of each text but its first, as in `Answer`.
+
+        Args:
+            texts: Each as in `submit`; of an answer, `[*answer.prompt, *answer.tokens]`.
+            progress: As in `run`.
+
+        Raises:
+            ValueError: As in `run`; or a text has one token.
+        """
+        self._scoring = True
+        try:
+            answers = self.run(texts, Sampling(temperature=0, max_tokens=1), progress=progress)
+        finally:
+            self._scoring = False
+        return [answer.log_probabilities for answer in answers]
+
     def set_model(self, model: Decoder) -> None:
         """Take the parameters of a model of the same shape, as after a step of training.
 
@@ -365,14 +384,12 @@ class Engine:
             ValueError: The engine has requests, or the model has another shape.
         """
         if self.busy:
-            raise ValueError(
-                "`set_model` needs an engine without requests; step until it has none."
-            )
+            raise ValueError("`set_model` needs an engine without requests; it is `busy`.")
         params = jax.tree.leaves(nnx.state(model, nnx.Param))
         old, rest = self._params[: (n := self._structures[0].params.num_leaves)], self._params[n:]
         if [(x.shape, x.dtype) for x in params] != [(x.shape, x.dtype) for x in old]:
             raise ValueError("`model` must have the shapes and dtypes of the engine's model.")
-        self._params = [*params, *rest]
+        self._params = [*jax.device_put(params, [x.sharding for x in old]), *rest]
         self._scheduler.pages.forget()
 
     # --------------------------------------------------------------------------------- a step
@@ -396,9 +413,12 @@ class Engine:
         """Let the device compute the parts.
 
         Returns:
-            The parts that draw, each with the place of its first token in what is drawn; and that.
+            The parts to read, each with the place of its first token in what is drawn; and that.
         """
-        slots, kind, size, tokens, places = self._slots.copy(), GREEDY, None, [], {}
+        slots, kind, size = self._slots.copy(), GREEDY, None
+        drafts = self._drafts if any(part.draft for part in parts) else 0
+        whole = self._invariant or self._scoring
+        tokens, following, read = [], [], []
         for part in sorted(parts, key=lambda part: part.slot):
             request, text, row = part.request, self._of_request[part.request], slots[part.slot]
             kind, end = max(kind, text.sampling.kind), part.start + part.count
@@ -411,27 +431,30 @@ class Engine:
             known = [*request.tokens[part.start : end], *part.draft]
             known += [-1 - part.slot] * (part.count - len(known))
             row[: PAGE + 1] = known[0], part.count, end, part.draws, new[-1] if new else -1
-            places[part.slot] = len(tokens)
             tokens += known
-        drafts = self._drafts if any(part.draft for part in parts) else 0
+            following += text.following[part.start : end] or [-1] * part.count
+            if part.draws or self._scoring:
+                place = len(tokens) - 1 - len(part.draft)
+                read.append((part, place if whole or drafts else part.slot))
         if drafts:
             size = self._size_of_drafts
-        elif any(part.admitted or part.count > 1 for part in parts):
+        elif self._scoring or any(part.admitted or part.count > 1 for part in parts):
             size = next(size for size in self._sizes if size >= len(tokens))
-        drawn = self._call(size, kind, slots, tokens, drafts)
+        drawn = self._call(size, kind, slots, tokens, drafts, following if whole else None)
         drawn.copy_to_host_async()
-        place = places.__getitem__ if drafts else int
-        return [(part, place(part.slot)) for part in parts if part.draws], drawn
+        return read, drawn
 
-    def _call(
-        self, size: int | None, kind: int, slots: np.ndarray, new: list[int], drafts: int = 0
-    ) -> Any:
+    def _call(self, size, kind, slots, new: list[int], drafts=0, following: Any = None) -> Any:
         """Run a program, and return what it draws."""
         tokens = table = None
+        if self._invariant:
+            size, kind, drafts, following = *self._sizes, LIMITED, self._drafts, following or []
         if size is not None:
             kind = kind if drafts else max(kind, DRAWN)
             tokens, table = np.zeros(size, np.int32), self._table.copy()
             tokens[: len(new)] = new
+        if following is not None:
+            following = np.array(following + [-1] * (len(tokens) - len(following)), np.int32)
         if (kind, drafts) not in self._made:
             shapes = [x.shape for x in jax.tree.leaves(self._state)]
             shapes = *shapes, *self._sizes, self._size_of_drafts
@@ -439,7 +462,8 @@ class Engine:
             program = _programs(self._structures, how, (tuple(cache), *rest), shapes)
             self._made[kind, drafts] = program
         program = self._made[kind, drafts]
-        self._state, drawn = program(self._state, self._params, slots, tokens, table)
+        self._state, drawn = program(self._state, self._params, slots, tokens, table, following)
+        assert not self._invariant or self.programs == 1
         return drawn
 
     def _read(self, parts: list[tuple[Part, int]], drawn: Any) -> None:
@@ -449,8 +473,11 @@ class Engine:
         for part, place in parts:
             if (text := self._of_request.get(part.request)) is None:
                 continue  # It has ended meanwhile.
+            if text.following:  # It has all of its pages from the start, and keeps them.
+                rows = logs[place + 1 - part.count : place + 1 - part.draws]
+                text.answer.log_probabilities += rows.tolist()
             end = None
-            for number in range(1 + len(part.draft)):
+            for number in range(1 + len(part.draft) if part.draws else 0):
                 token = int(tokens[place + number])
                 text.answer.tokens.append(token)
                 text.answer.log_probabilities.append(float(logs[place + number]))
@@ -475,6 +502,42 @@ class Engine:
             del self._texts[answer.id]
 
 
+def _check(
+    models: list[Decoder], sizes: dict[str, Any], cache_dtype: str | None, batch_invariant: bool
+) -> int:
+    """Raise if arguments of an engine do not fit; return the most tokens of a step."""
+    for name, part in zip(("model", "draft"), models, strict=False):
+        if not isinstance(part, Decoder):
+            raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
+    for name, size in sizes.items():
+        least = 0 if name == "drafts" else 1
+        if size is None and name in ("max_tokens_per_step", "max_length"):
+            continue
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
+            raise ValueError(f"`{name}` must be an int of at least {least}; got {size!r}.")
+    most, least = sizes["max_tokens_per_step"], sizes["max_requests"] * (1 + sizes["drafts"])
+    if most is None:
+        most = max(MOST_INVARIANT if batch_invariant else MOST, 1 << least.bit_length())
+    if most & (most - 1) or most <= least:
+        raise ValueError(
+            f"`max_tokens_per_step` must be a power of two above {least}, what all requests "
+            f"decode in a step; got {most}."
+        )
+    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
+        known = ", ".join(CACHE_DTYPES)
+        raise ValueError(f"`cache_dtype` must be None or one of {known}; got {cache_dtype!r}.")
+    if models[1:] and not sizes["drafts"]:
+        raise ValueError("`drafts` must be at least 1 with a `draft`; got 0.")
+    meshes = {part.layout and part.layout.mesh for part in models}
+    if len(meshes) > 1:
+        raise ValueError("`draft` must be on the devices of `model`; give both one layout.")
+    if batch_invariant and (models[1:] or any(mesh and mesh.size > 1 for mesh in meshes)):
+        raise ValueError(
+            "`batch_invariant` must be False with a `draft`, and on several devices; got True."
+        )
+    return most
+
+
 def _unknown(request: Request, count: int) -> list[int]:
     """Stand for the guesses of a draft model, which the host does not know."""
     return [0] * count if request.shares else []
@@ -493,7 +556,7 @@ def _programs(
 
 def _step(
     structures: tuple[Structure, ...], page_size: int, kind: int, drafts: int,
-    state: Any, params: Any, slots: Any, tokens: Any, table: Any,
+    state: Any, params: Any, slots: Any, tokens: Any, table: Any, following: Any = None,
 ):  # fmt: skip
     """Compute the tokens of a step, and draw those that follow.
 
@@ -510,10 +573,13 @@ def _step(
         tokens: The tokens of all slots in a row, int32 [size]; -1 - s is the last one of slot s.
             None, if each slot has one token at most.
         table: The pages of each slot; None, if `slots` has all that are new.
+        following: The token after each one, which counts as drawn, int32 [size]; -1 to draw it.
+            None, if all are drawn.
 
     Returns:
         The state, and int32 [2, drawn]: the tokens, and the bits of the logarithms of their
-        probabilities. With `drafts` a third row has `tokens`, with all guesses.
+        probabilities. There are [size], if there are drafts or `following`; else [slots]. With
+        `drafts` a third row has `tokens`, with all guesses.
     """
     caches, last, old_table, present = state
     models = list(_models(structures, caches, params))
@@ -543,16 +609,24 @@ def _step(
         present = present.at[slot, tokens].set(True, mode="drop")
     # The other one computes the same tokens, so that its pages are right wherever these are.
     stream, *_ = [_stream(model, inputs, requests) for model in models]
-    position, of_row = lengths, present
+    if not drafts and following is None:
+        stream = stream[:, 0] if ends is None else stream[ends]
+    logits = models[0].logits(stream)
+    position, of_row, to_draw = lengths, present, logits
     if drafts:
         row = jnp.minimum(slot, count - 1)
         limits, of_row = jax.tree.map(lambda x: x[row], (limits, present))
         position = lengths[row] - (ends[row] - number)
-    else:
-        stream = stream[:, 0] if ends is None else stream[ends]
-    drawn, log_probability = draw(models[0].logits(stream), limits, position, of_row, kind)
+    elif following is not None:
+        to_draw = logits[ends]
+    drawn = draw(to_draw, limits, position, of_row, kind)
     if not drafts:
         last = jnp.where(slots[:, DRAWS] > 0, drawn, last)
+    if following is not None:
+        drawn = drawn if drafts else drawn[jnp.minimum(slot, count - 1)]
+        drawn = jnp.where(following < 0, drawn, following)
+    of_token = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
+    log_probability = of_token - jax.nn.logsumexp(logits, axis=-1)
     bits = jax.lax.bitcast_convert_type(log_probability, jnp.int32)
     caches = [x for model in models for x in jax.tree.leaves(nnx.state(model, nnx.Cache))]
     return (caches, last, table, present), jnp.stack([drawn, bits, *[tokens] * bool(drafts)])
@@ -587,7 +661,7 @@ def _guesses(
         logits = draft.logits(_stream(draft, token[:, None], (length, table))[:, 0])[:, :size]
         missing = size - logits.shape[1]
         logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-        token, _ = draw(logits, limits, length, present, kind)
+        token = draw(logits, limits, length, present, kind)
         guesses.append(token)
     return jnp.stack(guesses)
 

@@ -103,8 +103,8 @@ def draw(
     position: Int32[Array, " B"],
     present: Bool[Array, "B vocab"],
     kind: int,
-) -> tuple[Int32[Array, " B"], Float[Array, " B"]]:
-    """Return a token for each row, and the logarithm of the probability that the model gives it.
+) -> Int32[Array, " B"]:
+    """Return a token for each row.
 
     Args:
         logits: The model's.
@@ -133,5 +133,4 @@ def draw(
         left = limited(penal, limits) if kind == LIMITED else tempered(penal, limits.temperature)
         drawn = jax.vmap(jax.random.categorical)(keys, left).astype(jnp.int32)
         tokens = jnp.where(limits.temperature > 0, drawn, tokens)
-    of_token = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, of_token - jax.nn.logsumexp(logits, axis=-1)
+    return tokens

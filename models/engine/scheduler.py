@@ -169,7 +169,6 @@ class Scheduler:
         pages: Number of pages.
         page_size: Tokens of a page.
         slots: Most requests of a step.
-        budget: Most tokens of a step, more than `slots`.
         left: Number of tokens before its own that a token sees; None for all.
         drafts: Most tokens that are guessed for a request in a step.
         guess: Returns at most a number of tokens that may follow a request's.
@@ -186,7 +185,6 @@ class Scheduler:
         pages: int,
         page_size: int,
         slots: int,
-        budget: int,
         left: int | None = None,
         drafts: int = 0,
         guess: Callable[[Request, int], list[int]] = Request.guess,
@@ -196,7 +194,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.preemptions = 0
-        self._page_size, self._budget, self._left, self._drafts = page_size, budget, left, drafts
+        self._page_size, self._left, self._drafts = page_size, left, drafts
         self._slots = list(range(slots))[::-1]
         # Pages that stay free for requests that decode, so that a new one is not sent away at once.
         self._reserve = pages // 100
@@ -212,9 +210,9 @@ class Scheduler:
         else:
             self._leave(request)
 
-    def plan(self) -> list[Part]:
-        """Return what the next step computes, at most one part for each request."""
-        parts, left = [], self._budget
+    def plan(self, left: int) -> list[Part]:
+        """Return what the next step computes: a part of each request at most, of `left` tokens."""
+        parts = []
         for request in self.running:
             self._drop_unseen(request)
         # Requests may leave `running` meanwhile.

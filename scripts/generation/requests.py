@@ -18,8 +18,8 @@ from models.engine.engine import bytes_of_token, progress_bar
 from scripts.command import UserError, is_out_of_memory, naming, why
 from scripts.generation.source import Source, message_with_flags, open_source
 
-# Tokens of a page; most texts that are continued at once, and tokens that a step computes.
-PAGE_SIZE, MAX_REQUESTS, MAX_TOKENS = 64, 64, 2048
+# Tokens of a page; most texts that are continued at once.
+PAGE_SIZE, MAX_REQUESTS = 64, 64
 # The share of the device's free memory that pages may take.
 SHARE = 0.8
 FIELDS = {x.name for x in dataclasses.fields(Sampling)}
@@ -119,7 +119,7 @@ def count_pages(
 
 def make_engine(flags: argparse.Namespace, source: Source, pages: int, slots: int) -> Engine:
     """Return the engine of the flags."""
-    draft, decoded = None, slots * (1 + max(flags.drafts, 0))
+    draft = None
     if flags.draft is not None:
         dtype = None if flags.dtype == "auto" else flags.dtype
         attention = source.model.config.implementation
@@ -131,9 +131,9 @@ def make_engine(flags: argparse.Namespace, source: Source, pages: int, slots: in
         page_size=PAGE_SIZE,
         cache_dtype=flags.cache,
         max_requests=slots,
-        max_tokens_per_step=max(MAX_TOKENS, 1 << decoded.bit_length()),
         drafts=flags.drafts,
         draft=draft and draft.model,
+        batch_invariant=flags.batch_invariant,
     )
 
 

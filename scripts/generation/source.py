@@ -21,7 +21,7 @@ FLAGS = {
     **{"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p"},
     **{"prompts": "--prompt", "implementation": "--attention", "layout": "--devices"},
     **{"folder": "RUN_OR_FOLDER", "when_full": "--when-full", "keep": "--system"},
-    **{"drafts": "--drafts", "draft": "--draft"},
+    **{"drafts": "--drafts", "draft": "--draft", "batch_invariant": "--batch-invariant"},
 }
 # Fields of generation_config.json, where it says that tokens are drawn.
 DRAWN = ("temperature", "top_k", "top_p", "min_p")

@@ -369,7 +369,7 @@ MISTAKES = {
     "--prompt \udcff": "--prompt must be UTF-8; got '\\udcff'",
     "--prompt a --devices 3": "--devices must be at most 1, which JAX shows; got 3.",
     "--prompt a --system b": "--system must come with a chat; got none",
-    "--prompt a --drafts 2": "--cache, --drafts and --draft must come with --requests, or with a",
+    "--prompt a --drafts 2": "--cache, --drafts, --draft and --batch-invariant must come with --re",
     f"--prompt {'a' * 129}": "--prompt must have at most the 128 tokens of the context; got 129",
 }
 
@@ -558,8 +558,8 @@ def test_chat_reads_each_turn_once(chat, monkeypatch):
     """Each answer is that of the whole chat, of which the engine has the turns before."""
     real, read = Scheduler.plan, []
 
-    def plan(scheduler):
-        parts = real(scheduler)
+    def plan(*args):
+        parts = real(*args)
         read.extend(part.start for part in parts if part.admitted)
         return parts
 
@@ -635,6 +635,7 @@ def test_requests_are_answered(changed, run, tmp_path):
             "line 1 of {path}: `stop` must be a list of texts wit",
         ),
         ('{"prompt": "a"}', ["--draft", "no"], "--draft must be a folder; got no."),
+        ('{"prompt": "a"}', ["--batch-invariant"], "--batch-invariant must be False where it does"),
         ('{"prompt": "a"}', ["--out", "no/x"], "--out must be a file to write; got no/x: no such"),
     ],
 )

@@ -12,7 +12,7 @@ from flax import nnx
 from models import Decoder
 from models.config import DecoderConfig
 from models.engine import engine
-from models.engine.sampling import GREEDY
+from models.engine.sampling import GREEDY, LIMITED
 from models.generation import take_apart
 from models.rope import Rope
 from scripts.maintenance.inspection import gpu_compiler
@@ -24,12 +24,16 @@ pytestmark = pytest.mark.skipif(
 SLOTS, PAGES, SIZE = 64, 2048, 64
 
 
-def compiled_step(implementation, layers):
-    """The kernels of a step that decodes, and its memory over that of the keys of a layer."""
+def compiled_step(implementation, layers, size=None):
+    """The kernels of a step, and its memory over that of the keys of a layer.
+
+    It decodes; or it is the step of this size of a batch-invariant engine.
+    """
     config = DecoderConfig(
         **dict(vocab_size=512, features=512, hidden=2048, num_layers=layers, num_heads=8),
         **dict(num_kv_heads=4, head_dim=64, context=8192, rope=Rope(10_000.0), tied=True),
         **dict(dtype="bfloat16", param_dtype="bfloat16", implementation=implementation),
+        batch_invariant=size is not None,
     )
 
     def make():
@@ -45,9 +49,12 @@ def compiled_step(implementation, layers):
     state = cache, last, table, shape((SLOTS, config.vocab_size), bool)
     slots = shape((SLOTS, engine.FIELDS), jnp.int32)
     state, params = jax.tree.map(lambda x: shape(x.shape, x.dtype), (state, params))
-    step = functools.partial(engine._step, (structure,), SIZE, GREEDY, 0)
+    new = None if size is None else shape((size,), jnp.int32)
+    inputs = slots, new, None if size is None else table, new
+    kind = GREEDY if size is None else LIMITED
+    step = functools.partial(engine._step, (structure,), SIZE, kind, 0)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(step, donate_argnums=0).trace(state, params, slots, None, None)
+        traced = jax.jit(step, donate_argnums=0).trace(state, params, *inputs)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     text = compiled.as_text()
     kernels = r" = .* (fusion|copy|sort|while|custom-call)\((?!.*AllocateBuffer)"
@@ -62,4 +69,9 @@ def test_layers_share_the_schedule(implementation):
     two, _ = compiled_step(implementation, 2)
     three, copied = compiled_step(implementation, 3)
     assert three - two <= 14
+    assert copied < 0.5
+
+
+def test_batch_invariant_step_copies_no_pages():
+    _, copied = compiled_step("mosaic", 2, size=128)
     assert copied < 0.5

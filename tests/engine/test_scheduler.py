@@ -65,7 +65,7 @@ def check(scheduler):
 @pytest.mark.parametrize(("left", "drafts"), [(None, 0), (5, 0), (None, 2), (5, 3)])
 def test_pages_through_random_steps(left, drafts):
     draw = random.Random(0)
-    scheduler, device = Scheduler(PAGES, SIZE, SLOTS, BUDGET, left, drafts), Device(left)
+    scheduler, device = Scheduler(PAGES, SIZE, SLOTS, left, drafts), Device(left)
     begins = [[draw.randrange(11) for _ in range(25)] for _ in range(3)]
     flying, alive, ended, shared, given, order = [], [], 0, 0, 0, {}
     for step in range(10_400):
@@ -79,7 +79,7 @@ def test_pages_through_random_steps(left, drafts):
             scheduler.add(alive[-1])
         if draw.random() < 0.02 and alive:
             scheduler.end(alive.pop(draw.randrange(len(alive))))
-        parts = scheduler.plan()
+        parts = scheduler.plan(BUDGET)
         assert sum(part.count for part in parts) <= BUDGET
         assert len({part.slot for part in parts}) == len(parts)
         shared += sum(part.admitted and part.start > 0 for part in parts)
@@ -108,10 +108,10 @@ def test_pages_through_random_steps(left, drafts):
 
 
 def test_equal_prompts_of_one_step_are_computed_once():
-    scheduler = Scheduler(PAGES, SIZE, SLOTS, BUDGET)
+    scheduler = Scheduler(PAGES, SIZE, SLOTS)
     for _ in range(3):
         scheduler.add(Request([5] * 10, 12))
-    parts = scheduler.plan()
+    parts = scheduler.plan(BUDGET)
     assert [(part.start, part.count, part.draws) for part in parts] == [
         (0, 10, True),
         (8, 2, True),
@@ -121,12 +121,12 @@ def test_equal_prompts_of_one_step_are_computed_once():
 
 
 def test_used_pages_are_forgotten_last():
-    scheduler = Scheduler(PAGES, SIZE, SLOTS, BUDGET)
+    scheduler = Scheduler(PAGES, SIZE, SLOTS)
     first, second = Request([1] * 9, 10), Request([2] * 9, 10)
     for request in (first, second):
         scheduler.add(request)
-    scheduler.plan()
-    scheduler.plan()
+    scheduler.plan(BUDGET)
+    scheduler.plan(BUDGET)
     scheduler.end(first)
     scheduler.end(second)
     for _ in range(PAGES - 1):  # All that have no name, and three of four that have one.
@@ -136,13 +136,13 @@ def test_used_pages_are_forgotten_last():
 
 def test_prompts_wait_for_decoding_and_for_each_other():
     """A prompt takes what decoding leaves of a step, and the next one what that leaves."""
-    scheduler = Scheduler(50, SIZE, SLOTS, BUDGET)
+    scheduler = Scheduler(50, SIZE, SLOTS)
     requests = [Request([n] * length, 60) for n, length in enumerate((3, 40, 20))]
     scheduler.add(requests[0])
-    scheduler.plan()
+    scheduler.plan(BUDGET)
     for request in requests[1:]:
         scheduler.add(request)
     counts = []
     for _ in range(6):
-        counts.append([part.count for part in scheduler.plan()])
+        counts.append([part.count for part in scheduler.plan(BUDGET)])
     assert counts == [[1, 15], [1, 15], [1, 10, 5], [1, 1, 14], [1, 1, 1], [1, 1, 1]]

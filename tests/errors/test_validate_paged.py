@@ -160,6 +160,11 @@ CALLS = {
         ValueError,
         "`scale` must be None or a number with `batch_invariant=True`; got an array of float32",
     ),
+    "batch invariance, flags and a scale": (
+        dict(batch_invariant=np.array([True, False]), scale=f32(())),
+        TypeError,
+        "`batch_invariant` must be True or False; got an array of bool with shape (2,)",
+    ),
     "no GPU": (
         dict(implementation="triton"),
         NotImplementedError,
