@@ -410,8 +410,9 @@ class Decoder(nnx.Module):
     def init_cache(self, batch: int, length: int) -> None:
         """Make an empty cache in every layer for `batch` texts of `length` tokens.
 
-        A layer with a window keeps the tokens of the window alone, if these are fewer. The length
-        also chooses the rotary positions of longrope, because what is cached has them.
+        A layer with a window keeps the tokens of the window alone, if these are fewer; a
+        batch-invariant one keeps all, in their order. The length also chooses the rotary positions
+        of longrope, because what is cached has them.
 
         Raises:
             ValueError: The texts are longer than the learned positions, or a number is no size.
@@ -420,8 +421,9 @@ class Decoder(nnx.Module):
         self._check_length("length", length)
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for number, layer in enumerate(self.layers):
-            window = self.config.local_window_of(number)
-            room = length if window is None else min(length, window[0] + 1)
+            window, room = self.config.local_window_of(number), length
+            if window is not None and not self.config.batch_invariant:
+                room = min(length, window[0] + 1)
             shape, ring = (batch, room, self.config.features), room < length
             layer.attention.init_cache(shape, ragged=True, ring=ring, sharding=heads)
         self._set_room(length)

@@ -1,4 +1,8 @@
-"""The error of commands: a mistake that ends in one sentence."""
+"""The errors of commands: a mistake ends in one sentence, which names the file if there is one."""
+
+import contextlib
+import os
+from collections.abc import Iterator
 
 
 class UserError(ValueError):
@@ -10,3 +14,19 @@ def why(error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError):
         return (error.strerror or str(error)).lower()
     return "no text"
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the name of a file or folder to an error of writing it; a full disk's has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the memory that JAX gives out on it, was too small."""
+    return "RESOURCE_EXHAUSTED" in str(error)

@@ -170,8 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a folder of weights")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
-    parser.add_argument("--step", type=int, help="a checkpoint of the run")
-    parser.add_argument("--adapter", type=Path, help="an adapter of peft for weights")
+    parser.add_argument("--step", type=int, help="a checkpoint; by default that of the lowest loss")
+    parser.add_argument("--adapter", type=Path, help="folder of an adapter by peft, to add")
     flags = parser.parse_args(argv)
     place = contextlib.nullcontext()
     with contextlib.suppress(RuntimeError):  # JAX may have been told to use accelerators alone

@@ -14,7 +14,7 @@ The package peft reads and writes the same folders: adapter_config.json, adapter
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,11 @@ def matrices(config: DecoderConfig, params: Any) -> dict[str, Stored]:
     return {name.removesuffix(".weight"): x for name, x in stored.items()}
 
 
+def last_parts(names: Iterable[str]) -> list[str]:
+    """Return the names of matrices without their layers, each once: "q_proj" and so on."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
 def init(
     key: jax.Array,
     config: DecoderConfig,
@@ -68,17 +73,17 @@ def init(
         key: A random key.
         config: The model's configuration.
         params: The model's parameters, or their shapes.
-        rank: Number of rows of each `a`.
+        rank: Number of rows of each `a`; at most the smaller size of each matrix.
         targets: Last parts of the names of the matrices to tune, such as "q_proj". None is all of
             attention and of the MLP.
 
     Raises:
-        ValueError: A target is no matrix of the family, or the rank is no size.
+        ValueError: A target is no matrix of the family, or the rank is no size, or too large.
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"`rank` must be an int of at least 1; got {rank!r}.")
     there, leaves = matrices(config, params), checkpoint.leaves_by_path(params)
-    names = sorted({name.rpartition(".")[2] for name in there})
+    names = last_parts(there)
     targets = names if targets is None else targets
     wrong = [targets] if isinstance(targets, str) else [x for x in targets if x not in names]
     if wrong or not targets:
@@ -88,11 +93,16 @@ def init(
     for number, (name, (paths, _)) in enumerate(there.items()):
         if name.rpartition(".")[2] in targets:
             shape = rank, leaves[paths[0]].shape[1]
+            rows = sum(leaves[path].shape[0] for path in paths)
+            if rank > (most := min(rows, shape[1])):
+                raise ValueError(
+                    f"`rank` must be at most {most}, the smaller size of {name}; got {rank}: take "
+                    "a smaller one, or leave that matrix out of `targets`."
+                )
             bound = shape[1] ** -0.5
             a = jax.random.uniform(
                 jax.random.fold_in(key, number), shape, jnp.float32, -bound, bound
             )
-            rows = sum(leaves[path].shape[0] for path in paths)
             adapter[name] = {"a": a, "b": jnp.zeros((rows, rank), jnp.float32)}
     return adapter
 
@@ -166,7 +176,7 @@ def save(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapter}),
+        "target_modules": last_parts(adapter),
         # Whether the files have matrices as [inputs, outputs].
         "fan_in_fan_out": any(there[name].transposed for name in adapter),
         "inference_mode": True,

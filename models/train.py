@@ -29,6 +29,7 @@ import traceback
 try:
     import jax
 
+    from models.errors import is_out_of_memory
     from models.training import processes
     from models.training.loop import train
     from models.training.processes import UserError, fail, say
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"reading or writing failed: {error}: repair this, then run the same command again.")
         return 2
     except jax.errors.JaxRuntimeError as error:
-        if config is None or "RESOURCE_EXHAUSTED" not in str(error):
+        if config is None or not is_out_of_memory(error):
             raise
         fail(
             f"--batch-size must fit the device's memory; got {config.microbatch} sequences of "

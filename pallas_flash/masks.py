@@ -1,8 +1,9 @@
 """Masks as objects, for the argument `mask` of `attention`; `&`, `|` and `~` join them.
 
 Boolean arrays take part in `&` and `|`, too. Beside the classes are a picture of any mask, and the
-arrays that packed sequences and sequences on several devices need. A mask object is checked where
-a call takes it.
+arrays that packed sequences and sequences on several devices need. The constructor of a mask object
+checks the kinds of its arguments, and a call checks their shapes. Masks are equal if they have one
+class, equal constants and the same array objects.
 """
 
 from pallas_flash._call.order import balanced_order

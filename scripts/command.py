@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from models.errors import UserError as UserError
+from models.errors import is_out_of_memory as is_out_of_memory
+from models.errors import naming as naming
 from models.errors import why as why
 
 

@@ -38,7 +38,15 @@ try:
     from models.engine.engine import CACHE_DTYPES
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
-    from scripts.command import Parser, UserError, command, parse_path, parse_size, why
+    from scripts.command import (
+        Parser,
+        UserError,
+        command,
+        is_out_of_memory,
+        parse_path,
+        parse_size,
+        why,
+    )
     from scripts.generation.conversation import converse
     from scripts.generation.requests import read_requests, write_answers
     from scripts.generation.source import Source, message_with_flags, open_source
@@ -74,8 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="a file with a prompt in each line, - for the standard input; without this and "
         "--prompt, all of the standard input is one prompt",
     )
-    add("--requests", type=parse_path, metavar="FILE", help="a file of requests, - for the input")
-    add("--out", type=parse_path, metavar="FILE", help="of their answers (default: the output)")
+    add("--requests", type=parse_path, metavar="FILE", help="lines of JSON, - for the input")
+    add("--out", type=parse_path, metavar="FILE", help="for their answers (default: the output)")
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -98,13 +106,13 @@ def make_parser() -> argparse.ArgumentParser:
         "(what is before the prompt) and the newer half of its other tokens",
     )
     drawn = parser.add_argument_group(
-        "drawing", "Defaults are in the folder's generation_config.json."
+        "sampling", "Defaults are in the folder's generation_config.json, else as told here."
     )
     add = drawn.add_argument
     add("--temperature", type=float, metavar="T", help="0 takes the most likely token (else: 1)")
     add("--top-k", type=parse_size, metavar="N", help="only the N most likely tokens (else: all)")
-    add("--top-p", type=float, metavar="P", help="only the likeliest, of this sum (else: all)")
-    add("--min-p", type=float, metavar="P", help="only tokens of this share of the likeliest's")
+    add("--top-p", type=float, metavar="P", help="only the likeliest, up to this sum (else: all)")
+    add("--min-p", type=float, metavar="P", help="only those at least P times the likeliest")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same text")
     add = parser.add_argument_group("computation").add_argument
     add("--cache", choices=CACHE_DTYPES, help="type of the engine's cache")
@@ -334,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, NotImplementedError) as error:
         raise UserError(message_with_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             f"--tokens and the prompts must fit the device's memory; got {len(prompts)} texts of "

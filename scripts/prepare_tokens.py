@@ -39,7 +39,7 @@ try:
         split_files,
         why_left_out,
     )
-    from scripts.command import Parser, UserError, command, parse_path, parse_size
+    from scripts.command import Parser, UserError, command, naming, parse_path, parse_size
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"error: this script needs a checkout installed with extras; got no module named "
@@ -160,7 +160,7 @@ def write_side(
         UserError: The tokenizer gives a token that it does not have.
     """
     sizes, named, unknown, unknown_token = [], [], 0, words.unknown
-    with open(files[0], "wb") as file:
+    with naming(files[0]), open(files[0], "wb") as file:
         for batch in batches(documents):
             named += filter(None, map(words.special_name, batch))
             for ids in words.documents(batch, special):
@@ -179,7 +179,8 @@ def write_side(
     if unknown:
         print(f"{unknown:,} tokens are for letters or words that the tokenizer does not know")
     ends = np.cumsum(sizes, dtype=ENDS)
-    files[1].write_bytes(ends.tobytes())
+    with naming(files[1]):
+        files[1].write_bytes(ends.tobytes())
     return int(ends[-1])
 
 

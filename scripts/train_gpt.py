@@ -14,6 +14,7 @@ published weights, tokenizers, and checkpoints that are verified.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -39,7 +40,9 @@ try:
     import pallas_flash
     from models import Decoder
     from models.config import DecoderConfig, gpt
+    from models.errors import UserError
     from models.generation import Generation, Sampling
+    from models.training.files import lock
 except ModuleNotFoundError as error:
     sys.exit(f"error: no module named {error.name!r}: run pip install -e '.[train]' in a checkout.")
 
@@ -53,18 +56,11 @@ PRESETS = {"cpu": CPU, "gpt2-small": GPT2_SMALL}
 
 def fail(sentence: object) -> NoReturn:
     """End with a sentence that has flags where it has settings."""
-    flags = re.sub(r"`(\w+)`", lambda x: f"--{x[1].replace('_', '-')}", str(sentence))
-    sys.exit(f"error: {flags}")
-
-
-# ----------------------------------------------------------------------------- text and model
+    sys.exit(re.sub(r"`(\w+)`", lambda x: f"--{x[1].replace('_', '-')}", f"error: {sentence}"))
 
 
 def read_text(flags) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes to train on and those held out, the last tenth.
-
-    `data` is a file, or a folder of text files; None is the source of the standard library.
-    """
+    """Return the bytes to train on and those held out, the last tenth."""
     root, out = flags.data or pathlib.Path(sysconfig.get_path("stdlib")), flags.out_dir.absolute()
     if root.is_file():
         text = root.read_bytes()
@@ -151,9 +147,6 @@ def gradient_error(config: DecoderConfig, params, tokens) -> tuple[float, str]:
     )
 
 
-# ----------------------------------------------------------------------------------- training
-
-
 def make_optimizer(flags) -> optax.GradientTransformation:
     """Return AdamW with warmup, cosine decay and clipped gradients."""
     peak, warmup = flags.learning_rate, flags.steps // 16
@@ -181,16 +174,23 @@ def make_steps(loss, optimizer):
     return update, held_out_loss
 
 
-def open_folder(folder: pathlib.Path) -> ocp.CheckpointManager:
-    """Return the checkpoints in a folder; a kill leaves a whole one or nothing, never a part."""
-    there = {x.name for x in folder.glob("*")}
+@contextlib.contextmanager
+def open_folder(folder: pathlib.Path):
+    """Give the checkpoints in a folder to one run at a time; a kill leaves none of them in part."""
+    there = {x.name for x in folder.glob("*")} - {"train.lock"}
     if folder.is_file() or "run.json" in there or (there and "checkpoints" not in there):
         fail(f"`out_dir` must be new, or have a run of this script; got {str(folder)!r}.")
     absl.logging.set_verbosity(absl.logging.ERROR)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
     )
-    return ocp.CheckpointManager(folder.absolute() / "checkpoints", options=options)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.absolute() / "checkpoints"
+    try:
+        with lock(folder / "train.lock"), ocp.CheckpointManager(path, options=options) as opened:
+            yield opened
+    except UserError as error:
+        fail(error)
 
 
 def restore(checkpoints: ocp.CheckpointManager, step: int, state, settings: dict):
@@ -216,8 +216,8 @@ def draw_curve(path: pathlib.Path, losses: dict):
     figure.savefig(path, dpi=150)
 
 
-def train(flags) -> dict:
-    """Train, or go on with the run in the folder; return all losses."""
+def train(flags):
+    """Train, or go on with the run in the folder."""
     text, held_out = read_text(flags)
     config = model_config(flags)
     params = nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(flags.seed))))
@@ -260,13 +260,12 @@ def train(flags) -> dict:
             arrays = ocp.args.StandardSave(state)
             checkpoints.save(step, args=ocp.args.Composite(state=arrays, log=log))
 
-    draw_curve(flags.out_dir / "loss.png", losses)
-    model = nnx.merge(graph, state[1])
-    shutil.rmtree(flags.out_dir / "weights", ignore_errors=True)
-    model.save_pretrained(flags.out_dir / "weights")
-    drawn = Generation(model, [list(b"def ")], 400, Sampling(0.8, 40), when_full="slide")
-    print(f"\ndef {bytes(x for [x] in drawn if x is not None).decode(errors='replace')}\n")
-    return losses
+        draw_curve(flags.out_dir / "loss.png", losses)
+        model = nnx.merge(graph, state[1])
+        shutil.rmtree(flags.out_dir / "weights", ignore_errors=True)
+        model.save_pretrained(flags.out_dir / "weights")
+        drawn = Generation(model, [list(b"def ")], 400, Sampling(0.8, 40), when_full="slide")
+        print(f"\ndef {bytes(x for [x] in drawn if x is not None).decode(errors='replace')}\n")
 
 
 def number(kind: type, least: float):
@@ -284,14 +283,15 @@ def number(kind: type, least: float):
 def main(argv: list[str] | None = None):
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="cpu", help="defaults of the flags")
-    parser.add_argument("--data", type=pathlib.Path, help="a text file, or a folder of them")
-    parser.add_argument("--out-dir", type=pathlib.Path, default="runs/gpt", help="the results")
-    parser.add_argument("--attention", default="auto", help="as `implementation` of the package")
-    parser.add_argument("--num-kv-heads", type=number(int, 1), help="(default: --num-heads)")
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="cpu", help="values of the flags that are not given")
+    add("--data", type=pathlib.Path, help="text, or a folder of it (default: Python's own source)")
+    add("--out-dir", type=pathlib.Path, default="runs/gpt", help="results; a run there is resumed")
+    add("--attention", default="auto", help="the `implementation` of pallas_flash.attention")
+    add("--num-kv-heads", type=number(int, 1), help="(default: --num-heads)")
     for name, x in CPU.items():
         kind = number(type(x), 0 if name == "seed" else 1 if type(x) is int else 1e-9)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"(default: {x})")
+        add(f"--{name.replace('_', '-')}", type=kind, help=f"(default: {x})")
     parser.set_defaults(**PRESETS[parser.parse_known_args(argv)[0].preset])
     train(parser.parse_args(argv))
 

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, naming
 from models.training.processes import warn
 
 try:
@@ -40,9 +40,10 @@ def write_file(path: Path, content: str | bytes):
     """Replace a file such that a kill or a full disk leaves the old content or the new."""
     temporary = path.with_name(f".{path.name}.new")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        sha256_of(temporary, flush=True)
-        temporary.replace(path)
+        with naming(path):
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            sha256_of(temporary, flush=True)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -79,7 +80,8 @@ def lock(path: Path):
             ) from None
         except OSError as error:
             warn(f"{str(path)!r} cannot be locked ({error}): start no second run in this folder.")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with naming(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         yield

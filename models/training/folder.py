@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ import jax
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
-from models.errors import UserError
+from models.errors import UserError, naming
 from models.training.files import MARK, RUN, lock, read_marked, sha256_of, write_file
 from models.training.processes import first_line, is_writer, result_of_writer, several, warn
-from models.training.settings import FREE, TrainConfig
+from models.training.settings import FREE, TrainConfig, settings_alike
 from models.training.weights import hashes_of
 
 METRICS, CURVES, CHECKPOINTS, LOCK = "metrics.jsonl", "loss.png", "checkpoints", "train.lock"
-CHECKSUMS, STATE = "checksums.json", "state"
+CHECKSUMS, STATE, DELETED = "checksums.json", "state", ".deleted"
 # Settings that are hashes, in words.
 HASHED = {"text": "the text of `data` or `conversations`", "weights": "the files in `init_from`"}
 # Seconds until every process can read a file that process 0 has written.
@@ -74,6 +75,7 @@ class RunFolder:
     Args:
         config: The settings, complete.
         text_hash: The hash of the text that the run reads.
+        matrices: The names in `lora_targets` that stand for all.
 
     Attributes:
         last_step: The step of the newest whole checkpoint, 0 if there is none.
@@ -84,11 +86,11 @@ class RunFolder:
             checkpoints alone.
     """
 
-    def __init__(self, config: TrainConfig, text_hash: str):
+    def __init__(self, config: TrainConfig, text_hash: str, matrices: Sequence[str] = ()):
         self.path, self.last_step = Path(config.out_dir).absolute(), 0
         self.metrics: list[dict[str, Any]] = []
         self._checkpoints = self.path / CHECKPOINTS
-        self._config = config
+        self._config, self._matrices = config, matrices
         self._settings = {**MARK, **dataclasses.asdict(config), "text": text_hash, "weights": None}
         self._exit = contextlib.ExitStack()
 
@@ -100,6 +102,8 @@ class RunFolder:
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
+            # By a rename, because a kill leaves a part of what is removed file by file.
+            todelete_subdir=DELETED,
             save_root_metadata=False,
             single_host_load_and_broadcast=several(),
         )
@@ -124,6 +128,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock(self.path / LOCK))
+            shutil.rmtree(self._checkpoints / DELETED, ignore_errors=True)
             folders = [p for p in self._checkpoints.glob("*") if p.name.isdecimal()]
             folders.sort(key=lambda p: int(p.name))
             whole = [p for p in folders if (p / CHECKSUMS).exists()]
@@ -179,11 +184,13 @@ class RunFolder:
         write_file(path, json_lines(self.metrics))
 
     def _refuse_other_settings(self):
-        saved = read_marked(self.path / RUN) or {}
+        # A run of an earlier version may lack settings.
+        saved = dataclasses.asdict(TrainConfig()) | (read_marked(self.path / RUN) or {})
+        there, here = (settings_alike(x, self._matrices) for x in (saved, self._settings))
         changed = [
             HASHED.get(name) or f"`{name}` (there {saved.get(name)!r}, now {now!r})"
             for name, now in self._settings.items()
-            if name not in FREE and saved.get(name, getattr(TrainConfig, name, None)) != now
+            if name not in FREE and saved.get(name) != now and there.get(name) != here[name]
         ]
         if changed:
             raise UserError(
@@ -232,7 +239,8 @@ class RunFolder:
     def append(self, lines: list[dict[str, Any]]):
         """Add lines to the metrics; they are on the disk when this returns."""
         if is_writer():
-            with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            path = self.path / METRICS
+            with naming(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json_lines(lines))
                 file.flush()
                 os.fsync(file.fileno())
@@ -254,6 +262,8 @@ class RunFolder:
             for old in sorted(self._manager.all_steps())[: -self._config.keep_checkpoints]:
                 if old != best:
                     self._manager.delete(old)
+            if is_writer():
+                shutil.rmtree(self._checkpoints / DELETED, ignore_errors=True)
         except Exception as error:  # Orbax and TensorStore raise many types when a write fails.
             raise UserError(
                 f"`out_dir` must take the run's checkpoints; got {first_line(error)!r} at "
@@ -300,7 +310,7 @@ class RunFolder:
         try:
             write_file(self.path / CURVES, picture.getvalue())
         except OSError as error:
-            warn(f"{CURVES} was not written: {error}.")
+            warn(f"the curves were not written: {error}.")
 
 
 def json_lines(lines: list[dict[str, Any]]) -> str:

@@ -104,14 +104,15 @@ def new_adapter(config: TrainConfig, model: DecoderConfig, params: Any) -> Any:
     """Return the adapter that a run begins with; of the parameters it needs the shapes.
 
     Raises:
-        UserError: A target is no matrix of the model.
+        UserError: A target is no matrix of the model, or the rank is above the size of one.
     """
     targets = None if config.lora_targets is None else config.lora_targets.split(",")
     key = jax.random.key(config.seed)
     try:
         return lora.init(key, model, params, config.lora_rank or 0, targets)
     except ValueError as error:
-        raise UserError(str(error).replace("`targets`", "`lora_targets`")) from None
+        said = str(error).replace("`targets`", "`lora_targets`").replace("`rank`", "`lora_rank`")
+        raise UserError(said) from None
 
 
 # --------------------------------------------------------------------------------------- updates
@@ -468,10 +469,11 @@ def train(config: TrainConfig) -> Result:
     run = Run(config, model, layout, text, work)
     describe(run, shapes)
     if tunes:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in tuned}))
+        names = ", ".join(lora.last_parts(tuned))
         say("adapter", f"{count_of(tuned):,} parameters of rank {config.lora_rank}: {names}")
 
-    with RunFolder(config, text.sha256) as folder:
+    matrices = lora.last_parts(lora.matrices(model, shapes)) if tunes else ()
+    with RunFolder(config, text.sha256, matrices) as folder:
         error = speed = None
         finished = folder.last_step == config.steps
         if config.gradient_check and not finished:

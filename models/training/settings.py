@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import re
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +35,36 @@ CHOICES = {
 # The help of each flag.
 HELP = {
     "num_layers": "number of layers of a new model",
-    "num_heads": "number of its query heads",
-    "num_kv_heads": "number of its key/value heads; else as many",
-    "features": "size of its residual stream",
-    "context": "tokens of a sequence in training",
-    "dtype": "type of the activations; else bfloat16 on a GPU and float32 elsewhere",
+    "num_heads": "number of query heads of a new model",
+    "num_kv_heads": "number of key/value heads of a new model; by default those of queries",
+    "features": "size of the residual stream of a new model",
+    "context": "tokens of a sequence in training; with weights at most their context",
+    "dtype": "type of the activations; by default bfloat16 on a GPU, float32 elsewhere",
     "param_dtype": "type of the parameters",
-    "attention": "implementation of pallas_flash.attention, which else chooses",
-    "batch_invariant": "whether a token's attention has the same bits as in generation; Hopper",
-    "remat": "whether the backward computes activations again, to save memory; not attention's",
-    "data": "text, a folder of text, or tokens by prepare_tokens.py; else Python's own source",
+    "attention": "implementation of pallas_flash.attention; by default it chooses",
+    "batch_invariant": "give a token's attention the bits that it has in generation; needs Hopper",
+    "remat": "compute activations again in the backward, to save memory; attention's are kept",
+    "data": "text, a folder of text, or tokens by prepare_tokens.py; by default Python's source",
     "conversations": "file of conversations to tune weights on; see docs/training.md",
     "out_dir": "folder of the run's results; a run in it is resumed",
-    "init_from": "folder of weights to tune, or of a run that has some; else a new model",
-    "lora_rank": "rank of an adapter (LoRA) that is tuned instead of the weights in init_from",
-    "lora_alpha": "multiplies the adapter, over its rank; else twice the rank",
-    "lora_targets": "matrices with an adapter, as in q_proj,v_proj; else all of attention and MLP",
-    "mesh": "devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; else all on data",
+    "init_from": "folder of weights to tune, or of a run that has ended; by default a new model",
+    "lora_rank": "rank of an adapter (LoRA) that is tuned instead of the weights",
+    "lora_alpha": "the adapter is multiplied by this over its rank; by default twice the rank",
+    "lora_targets": "matrices with an adapter, as in q_proj,v_proj; by default all",
+    "mesh": "devices on each axis, as in data=2,fsdp=2,tensor=2,sequence=2; by default all on data",
     "seed": "decides the initial parameters and the order of the data",
     "steps": "number of optimizer updates",
     "batch_size": "sequences per update",
     "accumulation": "parts of a batch that are computed one after the other, to save memory",
-    "learning_rate": "peak of AdamW's, after the warmup; it falls to a tenth",
+    "learning_rate": "AdamW's largest learning rate, after the warmup; it falls to a tenth of it",
     "warmup_steps": "updates of linear warmup; a preset's are at most a tenth of --steps",
     "weight_decay": "AdamW's decay, of matrices only",
-    "eval_every": "updates between two looks at the held-out text",
-    "eval_batches": "size of such a look, in batches spread evenly over that text",
+    "eval_every": "updates between two evaluations on the held-out text",
+    "eval_batches": "batches of an evaluation, spread evenly over that text",
     "log_every": "updates between two writes to metrics.jsonl",
     "checkpoint_every": "updates between two checkpoints; the best held-out loss has one, too",
     "keep_checkpoints": "number of checkpoints kept, beside that of the best held-out loss",
-    "gradient_check": "whether to compare gradients with the reference before training",
+    "gradient_check": "compare gradients with dense attention's before training",
 }
 # Settings that may change when a run resumes, because no loss depends on them. A text is compared
 # by its tokens, and another mesh changes only the order of sums.
@@ -171,6 +172,23 @@ class TrainConfig:
         return folder
 
 
+def settings_alike(settings: dict[str, Any], matrices: Iterable[str]) -> dict[str, Any]:
+    """Return settings by name, such that two ways to write one value are equal.
+
+    Args:
+        settings: The settings.
+        matrices: The names in `lora_targets` that stand for all.
+    """
+    rank, targets, folder = (settings[x] for x in ("lora_rank", "lora_targets", "init_from"))
+    same = {
+        "num_kv_heads": settings["num_kv_heads"] or settings["num_heads"],
+        "lora_alpha": settings["lora_alpha"] or (rank and 2 * rank),
+        "lora_targets": {*(targets.split(",") if targets else matrices)},
+        "init_from": folder and (weights_folder(Path(folder)) or Path(folder)).resolve(),
+    }
+    return settings | same
+
+
 def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
     """Return the configuration of the weights that are tuned, or of a new model.
 
@@ -186,10 +204,10 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
             model = DecoderConfig.from_json(text)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if model.rope is None and config.context > model.context:
+    if config.context > model.context:
         raise UserError(
-            f"`context` must be at most {model.context}, the learned positions of the weights; got "
-            f"{config.context}."
+            f"`context` must be at most {model.context}, that of the weights in `init_from` by "
+            f"their {CONFIG}; got {config.context}."
         )
     return dataclasses.replace(
         model,
@@ -296,4 +314,9 @@ def config_from_flags(flags: dict[str, Any]) -> TrainConfig:
     if "steps" in values:
         warmup = base.get("warmup_steps", TrainConfig.warmup_steps)
         values.setdefault("warmup_steps", min(warmup, values["steps"] // 10))
-    return TrainConfig(**base | values)
+    config = TrainConfig(**base | values)
+    if tuned and "context" not in values:
+        # The least that is allowed asks the weights for theirs.
+        most = model_config(dataclasses.replace(config, context=2), 0).context
+        config = dataclasses.replace(config, context=min(config.context, most))
+    return config

@@ -8,6 +8,7 @@ from typing import Any
 
 from models import checkpoint
 from models.config import DecoderConfig
+from models.errors import naming
 from models.training.files import END, TOKENIZER, sha256_of
 from models.training.settings import TrainConfig
 
@@ -49,9 +50,10 @@ def replaced(folder: Path) -> Iterator[Path]:
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     try:
-        yield new
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+        with naming(folder):
+            yield new
+            shutil.rmtree(folder, ignore_errors=True)
+            new.rename(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

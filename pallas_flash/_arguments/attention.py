@@ -91,6 +91,7 @@ def validate(
     (batch, q_len, num_heads, head_dim), kv_len = query.shape, key.shape[1]
     scores_shape = (batch, num_heads, q_len, kv_len)
     divided, shards = _devices(sequence_axis, q_len, kv_len)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     query, scale, any_scale = _scale(scale, query, head_dim, known=batch_invariant)
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, scale.dtype)
     function = fitted_score_mod(score_mod, scale.dtype)
@@ -100,9 +101,8 @@ def validate(
         key_value_positions=key_value_positions,
     )
     # Positions change a score through the slopes alone.
-    at = TokenPositions()
-    if slopes is not None:
-        at = _positions((batch, q_len, kv_len), divided, **positions)
+    sizes = batch, q_len, kv_len
+    at = TokenPositions() if slopes is None else _positions(sizes, divided, **positions)
     return Problem(
         query=query,
         key=key,
@@ -134,7 +134,7 @@ def validate(
         precision=_precision(precision),
         any_scale=any_scale,
         max_logits=flag("return_max_logits", return_max_logits),
-        batch_invariant=flag("batch_invariant", batch_invariant),
+        batch_invariant=batch_invariant,
     )
 
 

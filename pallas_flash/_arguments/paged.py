@@ -74,6 +74,7 @@ def validate(
             f"heads and {num_kv_heads} key/value heads (key_pages.shape={pages[0].shape}). Pages "
             "are [P, page_size, K, H]."
         )
+    batch_invariant = flag("batch_invariant", batch_invariant)
     query, scale, any_scale = _scale(scale, query, head_dim, known=batch_invariant)
     return PagedProblem(
         query=query,
@@ -89,7 +90,7 @@ def validate(
         soft_cap=_soft_cap(logits_soft_cap, scale.dtype),
         precision=_precision(precision),
         any_scale=any_scale,
-        batch_invariant=flag("batch_invariant", batch_invariant),
+        batch_invariant=batch_invariant,
     )
 
 

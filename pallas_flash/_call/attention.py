@@ -281,9 +281,9 @@ def attention(
         batch_invariant: whether the bits of a row of the output and the LSE depend on its own query
             and the keys and values that it sees alone, if these are finite: not on the batch, on
             the number of queries, or on where the sequence lies. It needs a Hopper GPU, 16 bits,
-            head dims up to 256, and sequences of `segment_ids` that begin at multiples of 128:
-            rows of others are NaN if the ids are traced. It turns `reproducible` on. See
-            docs/batch-invariance.md.
+            head dims that are multiples of 8 up to 256, and sequences of `segment_ids` that begin
+            at multiples of 128: rows of others are NaN if the ids are traced. It turns
+            `reproducible` on. See docs/batch-invariance.md.
         return_lse: also return the LSE (logsumexp), log sum_j exp(s_ij), in float32 (float64 for
             float64 inputs) and differentiable; -inf where a query sees no key.
         return_residual: also return jax.nn's residual: the LSE in the dtype of `key`, without a

@@ -8,6 +8,7 @@ float8_e4m3fn by |x| / 16, or max |x| / 2^18 where that is more.
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
 from pallas_flash._arguments import paged
@@ -83,7 +84,8 @@ def append(
             last one's.
         key_scales: float32 [P, K, page_size] or [K], the scales of quantised keys. Scales per token
             are computed and written here, too; scales per head are given, and larger numbers are
-            clipped.
+            clipped. With scales per head int8 has no NaN: it raises if it is known, and is written
+            as 0 if it is traced.
         value_scales: the same of quantised values.
 
     Returns:
@@ -93,7 +95,7 @@ def append(
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: the arguments do not fit together, or lengths or pages that are known when the
-            call is traced are out of range.
+            call is traced are out of range, or int8 pages cannot hold a known NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp, pallas_flash
@@ -116,8 +118,27 @@ def append(
         value_scales=value_scales,
     )
     pages = [jnp.asarray(x) for x in (key_pages, value_pages)]
+    for name, x, page, scale in zip(("key", "value"), new, pages, scales, strict=True):
+        if page.dtype == jnp.int8 and scale.ndim == 1:
+            _refuse_nan(name, x, requests)
     like = *pages, *[x for x in scales if x is not None]
     return divided_by_xla(_append, like, pages, scales, new, requests)
+
+
+def _refuse_nan(name: str, tokens, requests: Requests) -> None:
+    """Raise if a token that is written has a NaN, as far as both are known."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((tokens, requests))):
+        return
+    # Under `jit`, too, the numbers of arrays from outside are known.
+    with jax.ensure_compile_time_eval():
+        page, _ = _targets(requests)
+        is_bad = jnp.isnan(tokens).any((1, 2)) & (page < requests.num_pages)
+        if is_bad.any():
+            raise ValueError(
+                f"`{name}` must have no NaN with int8 pages and a scale for each head, because "
+                f"int8 has none; got some in token {int(is_bad.argmax())}. Give a scale for each "
+                "token and head, which keeps NaN, or float8_e4m3fn pages."
+            )
 
 
 def _append(pages, scales, new, requests: Requests) -> tuple[jax.Array, ...]:

@@ -152,7 +152,8 @@ def _invariance_limits(p: Problem) -> list[str]:
         "a `score_mod`": p.rest_of_scores.score_mod,
     }
     limits = [f"Got {name}." for name, x in options.items() if x is not None]
-    if any(leaf.kind is LeafKind.POSITIONS for leaf in p.mask.leaves):
+    of_slopes = p.rest_of_scores.positions is not None
+    if of_slopes or any(leaf.kind is LeafKind.POSITIONS for leaf in p.mask.leaves):
         limits.append("Got positions as arrays, and keys are summed in the order of the array.")
     elif kinds := [x.kind.value for x in p.mask.leaves if x.kind not in SERVED_MASKS]:
         limits.append(

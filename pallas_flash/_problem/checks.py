@@ -146,15 +146,20 @@ def share_to_drop(name: str, x) -> float:
     return float(x)
 
 
+def check_tuple(name: str, arrays) -> None:
+    """Raise unless `arrays` is a tuple or a list."""
+    if not isinstance(arrays, (tuple, list)):
+        raise TypeError(
+            f"`{name}` must be a tuple of arrays; got {describe(arrays)}. Write (x,) for one."
+        )
+
+
 def operands(name: str, arrays, itemsize: int = 4) -> tuple[jax.Array, ...]:
     """Return the arrays that a user's function reads, of at most `itemsize` bytes a number.
 
     Every device has all of them, because the function may read any index.
     """
-    if not isinstance(arrays, (tuple, list)):
-        raise TypeError(
-            f"`{name}` must be a tuple of arrays; got {describe(arrays)}. Write (x,) for one."
-        )
+    check_tuple(name, arrays)
     named = {f"{name}[{i}]": array(f"{name}[{i}]", x) for i, x in enumerate(arrays)}
     for label, x in named.items():
         real = any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
@@ -190,6 +195,13 @@ def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
             is a bool.
         arrays: the result of `operands`.
     """
+    check_function(name, fn)
+    for tile in TILES:
+        _on_tile(name, fn, dtype, arrays, *tile)
+
+
+def check_function(name: str, fn) -> None:
+    """Raise unless `fn` is a function that can be compiled in."""
     if not callable(fn):
         raise TypeError(
             f"`{name}` must be a function of the indices b, h, q_pos and k_pos; got "
@@ -202,8 +214,6 @@ def function(name: str, fn, dtype, arrays: tuple[jax.Array, ...]) -> None:
             f"`{name}` must be hashable, because it is compiled in; got {describe(fn)}. Pass a "
             "plain function, and its arrays as operands."
         ) from error
-    for tile in TILES:
-        _on_tile(name, fn, dtype, arrays, *tile)
 
 
 def _on_tile(name: str, fn, dtype, arrays, shape: tuple[int, ...], shapes) -> None:

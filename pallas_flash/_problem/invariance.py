@@ -24,32 +24,29 @@ def block_kv(width: int) -> int:
 
 
 def _documents(p: Problem, *, traced: bool) -> list[SegmentLeaf]:
-    """Return the leaves of the mask that compare segment ids, traced or known ones."""
-    documents = [x for x in p.mask.leaves if isinstance(x, SegmentLeaf)]
+    """Return the leaves of the mask that compare segment ids, traced or known ones, with keys."""
+    documents = [x for x in p.mask.leaves if isinstance(x, SegmentLeaf) and p.kv_len]
     return [x for x in documents if any(isinstance(y, Tracer) for y in x.numbers) == traced]
 
 
-def misaligned(documents: SegmentLeaf) -> jax.Array:
-    """Return which queries have a document whose keys begin elsewhere, or are no run; [B, T].
+def misaligned(queries, keys, xp=jnp):
+    """Return which queries [T] have a document whose keys [S] begin elsewhere, or are no run.
 
-    Negative ids are of padding, which may lie anywhere.
+    Negative ids are of padding, which may lie anywhere. `xp` is the arrays' library.
     """
-
-    def row(queries, keys):
-        order = jnp.argsort(keys, stable=True)
-        first, last = (jnp.searchsorted(keys[order], queries, side=x) for x in ("left", "right"))
-        place = order[jnp.minimum(first, len(keys) - 1)]
-        is_run = order[last - 1] - place == last - 1 - first
-        return (queries >= 0) & (last > first) & ~(is_run & (place % ALIGNED == 0))
-
-    return jax.vmap(row)(*documents.numbers)
+    order = xp.argsort(keys, stable=True).astype(xp.int32)
+    first, last = (xp.searchsorted(keys[order], queries, side=x) for x in ("left", "right"))
+    place = order[xp.minimum(first, len(keys) - 1)]
+    is_run = order[last - 1] - place == last - 1 - first
+    return (queries >= 0) & (last > first) & ~(is_run & (place % ALIGNED == 0))
 
 
 def check_documents(p: Problem) -> None:
     """Raise ValueError if segment ids are known, and a document does not begin at a block."""
     for documents in _documents(p, traced=False):
-        with jax.ensure_compile_time_eval():
-            wrong = np.argwhere(np.asarray(misaligned(documents)))
+        # NumPy needs no device, as calls that are compiled for another one have none.
+        rows = zip(*map(np.asarray, documents.numbers), strict=True)
+        wrong = np.argwhere([misaligned(q, k, np) for q, k in rows])
         if len(wrong):
             b, t = wrong[0]
             raise ValueError(
@@ -66,6 +63,6 @@ def spoilt(p: Problem, o, lse):
     `check_documents` would raise there if they were known. Rows that see no key stay as they are.
     """
     for documents in _documents(p, traced=True):
-        wrong = misaligned(documents)[:, :, None] & (lse != -jnp.inf)
+        wrong = jax.vmap(misaligned)(*documents.numbers)[:, :, None] & (lse != -jnp.inf)
         o, lse = jnp.where(wrong[..., None], jnp.nan, o), jnp.where(wrong, jnp.nan, lse)
     return o, lse

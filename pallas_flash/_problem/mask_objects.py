@@ -1,31 +1,38 @@
 """Masks that a user builds and passes as `mask`, and `&`, `|` and `~`, which join them.
 
-An object has what the user gave, and nothing else. `fitted` checks it against a call and returns
-leaves of the algebra of `_problem.masks`. The other arguments of `attention` that restrict keys
-become further leaves.
+An object has what the user gave, and nothing else. Its constructor checks the kinds of its fields;
+`fitted` checks it against a call, and returns leaves of the algebra of `_problem.masks`. The other
+arguments of `attention` that restrict keys become further leaves.
 """
 
 import abc
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from pallas_flash._jax.one_device import divided_by_xla
 from pallas_flash._problem.blocks import BlockClasses, Tiling
 from pallas_flash._problem.checks import (
     array,
+    array_of_dtype,
     at_least,
     broadcastable,
     broadcasts,
+    check_function,
+    check_tuple,
     describe,
     function,
     integers,
+    is_array,
+    is_int,
     operands,
     uses,
 )
@@ -44,7 +51,6 @@ from pallas_flash._problem.masks import (
     LeafKind,
     Mask,
     SegmentLeaf,
-    leaf,
 )
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
 
@@ -93,8 +99,41 @@ class Call(NamedTuple):
         return Positions(q + offset, k)
 
 
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(dataclasses.field,))
+def mask_object(cls):
+    """Make a class a frozen dataclass and a pytree of the fields that are not `STATIC`.
+
+    JAX makes objects that hold anything, such as axes or shapes, past the constructor's checks.
+    """
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    names = {x.name: x.metadata == STATIC for x in dataclasses.fields(cls)}
+    data, static = ([x for x in names if names[x] == is_static] for is_static in (False, True))
+
+    def values(mask, names):
+        return tuple(getattr(mask, name) for name in names)
+
+    def flatten(mask):
+        return values(mask, data), values(mask, static)
+
+    def flatten_with_keys(mask):
+        keys = map(jax.tree_util.GetAttrKey, data)
+        return tuple(zip(keys, values(mask, data), strict=True)), values(mask, static)
+
+    def unflatten(fixed, leaves):
+        mask = object.__new__(cls)
+        vars(mask).update(zip(static, fixed, strict=True), **dict(zip(data, leaves, strict=True)))
+        return mask
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
 class MaskObject(abc.ABC):
-    """A mask that a user may build, with the operators `&`, `|` and `~`."""
+    """A mask that a user may build, with the operators `&`, `|` and `~`.
+
+    Masks are equal if they have one class, equal constants, and the same array objects: numbers in
+    arrays are not compared.
+    """
 
     # Keeps NumPy from applying operators to each element of an array.
     __array_ufunc__ = None
@@ -104,18 +143,28 @@ class MaskObject(abc.ABC):
         return AllOf((*_parts(AllOf, self), *_parts(AllOf, other)))
 
     def __rand__(self, other) -> "MaskObject":
-        return AllOf((other, *_parts(AllOf, self)))
+        return AllOf((*_parts(AllOf, other), *_parts(AllOf, self)))
 
     def __or__(self, other) -> "MaskObject":
         """A query sees the keys that either mask allows; `other` may be a boolean array."""
         return AnyOf((*_parts(AnyOf, self), *_parts(AnyOf, other)))
 
     def __ror__(self, other) -> "MaskObject":
-        return AnyOf((other, *_parts(AnyOf, self)))
+        return AnyOf((*_parts(AnyOf, other), *_parts(AnyOf, self)))
 
     def __invert__(self) -> "MaskObject":
         """A query sees the keys that this mask hides."""
         return Not((self,))
+
+    def __eq__(self, other):
+        if not isinstance(other, MaskObject):
+            return NotImplemented
+        (mine, fields), (others, other_fields) = map(jax.tree.flatten, (self, other))
+        return fields == other_fields and all(map(operator.is_, mine, others))
+
+    def __hash__(self):
+        leaves, fields = jax.tree.flatten(self)
+        return hash((fields, *map(id, leaves)))
 
     def __bool__(self):
         got = "a joined mask" if isinstance(self, Joined) else type(self).__name__
@@ -138,7 +187,7 @@ class MaskObject(abc.ABC):
         return False
 
 
-@leaf
+@mask_object
 class Joined(MaskObject):
     """Masks, each an object or an array, and an operator."""
 
@@ -151,7 +200,7 @@ class Joined(MaskObject):
         return any(_asks(part, axis) for part in self.parts)
 
 
-@leaf
+@mask_object
 class AllOf(Joined):
     """The pairs that all masks allow."""
 
@@ -159,7 +208,7 @@ class AllOf(Joined):
         return tuple(leaf for part in self.parts for leaf in fitted(part, call))
 
 
-@leaf
+@mask_object
 class AnyOf(Joined):
     """The pairs that any of the masks allows."""
 
@@ -167,7 +216,7 @@ class AnyOf(Joined):
         return (Either(tuple(Mask(fitted(part, call)) for part in self.parts)),)
 
 
-@leaf
+@mask_object
 class Not(Joined):
     """The pairs that a mask, the only part, does not allow."""
 
@@ -182,13 +231,7 @@ def fitted(mask, call: Call) -> tuple[Leaf, ...]:
     """Return the leaves of the argument `mask`, checked against the call."""
     if isinstance(mask, MaskObject):
         return mask._fit(call)
-    x = _array(mask)
-    if x.dtype != jnp.bool_:
-        raise TypeError(
-            f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
-            "`mask.astype(bool)`, or numbers to add to the scores as `bias`."
-        )
-    return (MaskArray(Pairs(broadcastable("mask", x, call.pairs_shape))),)
+    return (MaskArray(Pairs(broadcastable("mask", _array(mask), call.pairs_shape))),)
 
 
 def sizes_of(mask) -> tuple[int, ...]:
@@ -197,7 +240,7 @@ def sizes_of(mask) -> tuple[int, ...]:
 
 
 def _array(mask) -> jax.Array:
-    """Return the argument `mask` as an array, where it is no mask object."""
+    """Return the argument `mask` as an array of bools, where it is no mask object."""
     advice = None
     if isinstance(mask, type) and issubclass(mask, MaskObject):
         advice = f"Pass an object of it: `{mask.__name__}(...)`."
@@ -207,19 +250,39 @@ def _array(mask) -> jax.Array:
         advice = "Write `a & b` or `a | b`, which join masks."
     if advice is not None:
         raise TypeError(f"`mask` must be an array or a mask object; got {describe(mask)}. {advice}")
-    return array("mask", mask)
+    x = array("mask", mask)
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask` must be boolean, True where a query may attend; got {x.dtype}. Pass "
+            "`mask.astype(bool)`, or numbers to add to the scores as `bias`."
+        )
+    return x
 
 
 def _parts(kind: type["Joined"], mask) -> tuple[Any, ...]:
-    """Return the masks that an operator has joined to `mask`."""
-    return mask.parts if isinstance(mask, kind) else (mask,)
+    """Return the masks that an operator has joined to `mask`; raise if it is none."""
+    if isinstance(mask, kind):
+        return mask.parts
+    return (mask if isinstance(mask, MaskObject) else _array(mask),)
+
+
+def check_array(name: str, x, dtype: str) -> None:
+    """Raise if a field of a mask object can be no array of integers or bools.
+
+    A shape stands for an array, and ints and shardings are of trees like the mask, as in `in_axes`.
+    """
+    if is_int(x) or isinstance(x, jax.ShapeDtypeStruct | jax.sharding.Sharding | PartitionSpec):
+        return
+    kind = jnp.bool_ if dtype == "bool" else jnp.integer
+    if not (is_array(x) and jnp.issubdtype(x.dtype, kind)):
+        array_of_dtype(name, x, dtype)
 
 
 def _asks(mask, axis: int) -> bool:
     return isinstance(mask, MaskObject) and mask._asks(axis)
 
 
-@leaf
+@mask_object
 class Segments(MaskObject):
     """The document mask of packed sequences: a query sees the keys that have its own id.
 
@@ -245,11 +308,22 @@ class Segments(MaskObject):
     query: Any
     key_value: Any = None
 
+    def __post_init__(self):
+        check_segments(self)
+
     def _fit(self, call):
         return (segment_leaf("Segments", self.query, self.key_value, call),)
 
     def _sizes(self):
         return segment_sizes(self.query, self.key_value)
+
+
+def check_segments(mask: Any) -> None:
+    """Raise if a mask object has ids of queries or keys that can be none."""
+    name = type(mask).__name__
+    check_array(f"{name}.query", mask.query, "int32")
+    if mask.key_value is not None:
+        check_array(f"{name}.key_value", mask.key_value, "int32")
 
 
 def segment_leaf(name: str, query, key_value, call: Call) -> SegmentLeaf:
@@ -274,7 +348,7 @@ def segment_sizes(query, key_value) -> tuple[int, ...]:
     return batch, 1, q_len, kv_len
 
 
-@leaf
+@mask_object
 class PrefixLM(MaskObject):
     """A query sees all keys of the prefix, and all keys up to its own position.
 
@@ -295,6 +369,9 @@ class PrefixLM(MaskObject):
 
     prefix_lengths: Any
 
+    def __post_init__(self):
+        check_array("PrefixLM.prefix_lengths", self.prefix_lengths, "int32")
+
     def _fit(self, call):
         if call.is_causal:
             raise ValueError(
@@ -310,7 +387,7 @@ class PrefixLM(MaskObject):
         return (*np.shape(self.prefix_lengths), 1)[0], 1, 1, 1
 
 
-@leaf
+@mask_object
 class Predicate(MaskObject):
     """A mask by a function: True where the query may see the key.
 
@@ -338,6 +415,10 @@ class Predicate(MaskObject):
     fn: Callable = dataclasses.field(metadata=STATIC)
     operands: tuple[Any, ...] = ()
 
+    def __post_init__(self):
+        check_function("Predicate.fn", self.fn)
+        check_tuple("Predicate.operands", self.operands)
+
     def _fit(self, call):
         arrays = operands("Predicate.operands", self.operands)
         function("Predicate.fn", self.fn, None, arrays)
@@ -351,7 +432,7 @@ class Predicate(MaskObject):
         return uses(program, axis)
 
 
-@leaf
+@mask_object
 class BlockMask(MaskObject):
     """Block-sparse attention: a bool for each block of queries and keys.
 
@@ -379,6 +460,20 @@ class BlockMask(MaskObject):
     mask: Any = None
     q_len: int | None = dataclasses.field(default=None, metadata=STATIC)
     kv_len: int | None = dataclasses.field(default=None, metadata=STATIC)
+
+    def __post_init__(self):
+        for name in ("block_q", "block_kv", "q_len", "kv_len"):
+            if (value := getattr(self, name)) is not None or name.startswith("block"):
+                at_least(1, f"BlockMask.{name}", value)
+        check_array("BlockMask.some", self.some, "bool")
+        if (self.every is None) != (self.mask is None):
+            given = "every" if self.mask is None else "mask"
+            raise ValueError(
+                f"`BlockMask.every` and `BlockMask.mask` must be given together; got `{given}` "
+                "alone. Use `BlockMask.from_mask`, which finds both tables."
+            )
+        if self.every is not None:
+            check_array("BlockMask.every", self.every, "bool")
 
     @classmethod
     def from_mask(cls, mask, q_len: int, kv_len: int, *, batch: int | None = None,
@@ -505,10 +600,7 @@ class BlockMask(MaskObject):
         return cls(some, block_q, block_kv, kv_len=kv_len)
 
     def _fit(self, call):
-        sizes: dict[str, Any] = {
-            name: at_least(1, f"BlockMask.{name}", getattr(self, name))
-            for name in ("block_q", "block_kv")
-        }
+        sizes: dict[str, Any] = dict(block_q=int(self.block_q), block_kv=int(self.block_kv))
         q_len, kv_len = call.lengths
         for name, have, want in (("q_len", self.q_len, q_len), ("kv_len", self.kv_len, kv_len)):
             if have not in (None, want):
@@ -516,12 +608,6 @@ class BlockMask(MaskObject):
                     f"`BlockMask.{name}` must be that of the call; got {have} and {want}. Use "
                     "`BlockMask.from_mask` for these lengths."
                 )
-        if (self.every is None) != (self.mask is None):
-            given = "every" if self.mask is None else "mask"
-            raise ValueError(
-                f"`BlockMask.every` and `BlockMask.mask` must be given together; got `{given}` "
-                "alone. Use `BlockMask.from_mask`, which finds both tables."
-            )
         tables = {"some": self._table("some", call)}
         if self.mask is None:
             return (BlockLeaf(**tables, **sizes),)
@@ -540,12 +626,7 @@ class BlockMask(MaskObject):
         return (BlockLeaf(**tables, **sizes, mask=mask),)
 
     def _table(self, name, call: Call):
-        table = array(f"BlockMask.{name}", getattr(self, name))
-        if table.dtype != jnp.bool_:
-            raise TypeError(
-                f"`BlockMask.{name}` must be boolean; got {table.dtype}. Cast it with "
-                "`.astype(bool)`."
-            )
+        table = array_of_dtype(f"BlockMask.{name}", getattr(self, name), "bool")
         (batch, num_heads, *_), (q_len, kv_len) = call.scores_shape, call.lengths
         q, kv = Tiling(q_len, self.block_q), Tiling(kv_len, self.block_kv)
         want = batch, num_heads, q.count, kv.count

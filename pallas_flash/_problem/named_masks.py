@@ -16,12 +16,19 @@ from jax.core import Tracer
 
 from pallas_flash._jax.one_device import whole
 from pallas_flash._problem.checks import at_least, describe, integers
-from pallas_flash._problem.mask_objects import MaskObject, segment_leaf, segment_sizes
-from pallas_flash._problem.masks import FAR, STATIC, Either, Mask, NumberBand, SegmentLeaf, leaf
+from pallas_flash._problem.mask_objects import (
+    MaskObject,
+    check_array,
+    check_segments,
+    mask_object,
+    segment_leaf,
+    segment_sizes,
+)
+from pallas_flash._problem.masks import FAR, STATIC, Either, Mask, NumberBand, SegmentLeaf
 from pallas_flash._problem.operands import Positions
 
 
-@leaf
+@mask_object
 class Chunked(MaskObject):
     """A query sees the keys of its own chunk of `size` tokens, as in Llama 4 with `is_causal`.
 
@@ -50,12 +57,15 @@ class Chunked(MaskObject):
 
     size: int = dataclasses.field(metadata=STATIC)
 
+    def __post_init__(self):
+        at_least(1, "Chunked.size", self.size)
+
     def _fit(self, call):
-        size = _tokens("Chunked.size", self.size)
+        size = _tokens(self.size)
         return (_band(call.positions(), lambda position: position // size, low=0),)
 
 
-@leaf
+@mask_object
 class BlockCausal(MaskObject):
     """A query sees all keys of its own block of `size` tokens, and of all earlier blocks.
 
@@ -83,17 +93,20 @@ class BlockCausal(MaskObject):
 
     size: int = dataclasses.field(metadata=STATIC)
 
+    def __post_init__(self):
+        at_least(1, "BlockCausal.size", self.size)
+
     def _fit(self, call):
         if call.is_causal:
             raise ValueError(
                 "`is_causal` must be False with a BlockCausal `mask`; got True. Drop `is_causal`: "
                 "it would hide the later tokens of each block, and leave a causal mask."
             )
-        size = _tokens("BlockCausal.size", self.size)
+        size = _tokens(self.size)
         return (_band(call.positions(), lambda position: position // size, low=None),)
 
 
-@leaf
+@mask_object
 class Dilated(MaskObject):
     """A query sees the keys whose distance from it is a multiple of `stride`.
 
@@ -123,12 +136,15 @@ class Dilated(MaskObject):
 
     stride: int = dataclasses.field(metadata=STATIC)
 
+    def __post_init__(self):
+        at_least(1, "Dilated.stride", self.stride)
+
     def _fit(self, call):
-        stride = _tokens("Dilated.stride", self.stride)
+        stride = _tokens(self.stride)
         return (_band(call.positions(), lambda position: position % stride, low=0),)
 
 
-@leaf
+@mask_object
 class SharedPrefix(MaskObject):
     """Several continuations of one prompt in a row: each sees the prompt and itself.
 
@@ -161,6 +177,9 @@ class SharedPrefix(MaskObject):
     query: Any
     key_value: Any = None
 
+    def __post_init__(self):
+        check_segments(self)
+
     def _sizes(self):
         return segment_sizes(self.query, self.key_value)
 
@@ -170,7 +189,7 @@ class SharedPrefix(MaskObject):
         return (Either((Mask((own,)), Mask((prompt,)))),)
 
 
-@leaf
+@mask_object
 class Tree(MaskObject):
     """A token of a tree sees itself and its ancestors, as drafts of speculative decoding do.
 
@@ -201,6 +220,9 @@ class Tree(MaskObject):
     """
 
     parents: Any
+
+    def __post_init__(self):
+        check_array("Tree.parents", self.parents, "int32")
 
     def _sizes(self):
         batch, q_len = (1, 1, *np.shape(self.parents))[-2:]
@@ -254,7 +276,7 @@ class Tree(MaskObject):
         return (Either((Mask((begun, not_ended)),)),)
 
 
-@leaf
+@mask_object
 class Neighborhood(MaskObject):
     """Tokens are the points of a grid, row by row, and a query sees a window of points around it.
 
@@ -287,17 +309,20 @@ class Neighborhood(MaskObject):
     grid: tuple[int, ...] = dataclasses.field(metadata=STATIC)
     window: tuple[int, ...] = dataclasses.field(metadata=STATIC)
 
-    def _sizes(self):
-        points = math.prod(_ints("grid", self.grid))
-        return 1, 1, points, points
-
-    def _fit(self, call):
-        grid, window = _ints("grid", self.grid), _ints("window", self.window)
+    def __post_init__(self):
+        grid, window = (_ints(name, getattr(self, name)) for name in ("grid", "window"))
         if len(grid) != len(window) or any(w > n for n, w in zip(grid, window, strict=False)):
             raise ValueError(
                 "`Neighborhood.window` must have an int for each axis of the grid, not above its "
                 f"points; got {window} for a grid of {grid}. Use the grid's own for all points."
             )
+
+    def _sizes(self):
+        points = math.prod(map(int, self.grid))
+        return 1, 1, points, points
+
+    def _fit(self, call):
+        grid, window = (tuple(map(int, x)) for x in (self.grid, self.window))
         points, (q_len, kv_len), shift = math.prod(grid), call.lengths, call.at.shift
         inside = 0 <= shift <= points - q_len and kv_len == points
         if call.at.positions is None and not inside:
@@ -319,9 +344,9 @@ class Neighborhood(MaskObject):
         return (Either((Mask(tuple(leaves)),)),)
 
 
-def _tokens(name: str, value) -> int:
+def _tokens(value: int) -> int:
     """Return a number of tokens, which int32 holds: above all distances it makes no difference."""
-    return min(at_least(1, name, value), jnp.iinfo(jnp.int32).max)
+    return min(int(value), jnp.iinfo(jnp.int32).max)
 
 
 def _band(positions: Positions, number, *, low: int | None) -> NumberBand:

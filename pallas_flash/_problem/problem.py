@@ -250,6 +250,8 @@ class SplitOutput(NamedTuple):
         info = jnp.finfo(dtype)
         # XLA may leave out a conversion and its inverse, but not this.
         rounded = lax.reduce_precision(o, info.nexp, info.nmant)
+        # It makes zeros of numbers that are subnormal in the dtype. They have no low part.
+        rounded = jnp.where(rounded == 0, o, rounded)
         return cls(rounded.astype(dtype), (o - rounded).astype(dtype))
 
 

@@ -51,8 +51,8 @@ class Explanation:
         refused: why each of the others was not, by name.
         context_parallelism: the method, its `reason` and the others `refused`, where devices divide
             the sequence; else None.
-        tiles: for each kernel its implementation and its tile, in words; "tables" is the kernel for
-            gradients of slopes and operands.
+        tiles: for each kernel its implementation and its tile, in words. The kernel
+            "table_gradients" computes gradients of slopes and operands.
     """
 
     implementation: str
@@ -182,7 +182,7 @@ def _tiles_in_words(plan: Plan) -> Iterator[tuple[str, str]]:
         for kernel, tile in given_tiles(x.tiles).items():
             yield kernel, f"{x.implementation}, {describe(tile)}"
     if tile := tile_of(plan.tables.tiles, "dq"):
-        yield "tables", f"{plan.tables.implementation}, {describe(tile)}"
+        yield "table_gradients", f"{plan.tables.implementation}, {describe(tile)}"
 
 
 class _Call:

@@ -267,7 +267,7 @@ class KVCache(nnx.Module):
         """Return keys and values for queries at positions `at`, and the arguments of positions."""
         room, length = self.keys.shape[-3], at.shape[-1]
         left = window_in_ring(options.get("local_window_size"), room)
-        if options.get("batch_invariant"):
+        if flag("batch_invariant", options.get("batch_invariant", False)):
             raise ValueError(
                 "`batch_invariant` must be False in a ring, whose slots are in no order; got True. "
                 "Make a cache that is no ring."

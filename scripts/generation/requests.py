@@ -15,7 +15,7 @@ import jax
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
 from models.engine.engine import bytes_of_token, progress_bar
-from scripts.command import UserError, why
+from scripts.command import UserError, is_out_of_memory, naming, why
 from scripts.generation.source import Source, message_with_flags, open_source
 
 # Tokens of a page; most texts that are continued at once.
@@ -149,7 +149,7 @@ def explained() -> Iterator[None]:
     except (ValueError, NotImplementedError) as error:
         raise UserError(message_with_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             "the weights and the pages must fit the device's memory; got too many: share them by "
@@ -204,5 +204,5 @@ def _opened(path: pathlib.Path | None) -> Iterator[TextIO]:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out must be a file to write; got {path}: {why(error)}.") from None
-    with file:
+    with naming(path), file:
         yield file

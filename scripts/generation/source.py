@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from models import Decoder
 from models.checkpoint import weights_folder
-from models.errors import UserError
+from models.errors import UserError, is_out_of_memory
 from models.sharding import AXES, Layout
 from models.tokens import Bytes, FromFolder, read_json
 
@@ -103,7 +103,7 @@ def open_source(
     except ValueError as error:
         raise UserError(message_with_flags(error)) from None
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(
             f"the weights must fit the device's memory; got {folder}: share them by --devices."

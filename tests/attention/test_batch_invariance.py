@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from support.described_gpus import described_mesh
 
 import pallas_flash
 from pallas_flash._execution import limits
@@ -51,3 +53,27 @@ def test_rows_of_misaligned_documents_are_nan(monkeypatch):
             np.testing.assert_array_equal(x, expected, name)
     with pytest.raises(ValueError, match="of query 100 of batch element 1"):
         call(of_ids, batch_invariant=True)
+
+
+def test_known_documents_are_checked_on_the_host():
+    """The mesh of a GPU that is described has no devices to compute on."""
+    document = jnp.asarray(ids((0, 100), (1, 412))[None])
+    mesh = described_mesh({"x": 2}, AxisType.Explicit)
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match="of query 100"):
+        x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.bfloat16)
+        pallas_flash.explain(x, x, x, segment_ids=document, batch_invariant=True)
+
+
+def test_no_keys_and_strict_dtypes(monkeypatch):
+    monkeypatch.setattr(limits, "check_invariance", lambda *_: None)
+    x, of_ids = jnp.ones((1, 256, 1, 8)), jnp.zeros((1, 256), jnp.int32)
+
+    def call(of_ids, keys):
+        y, pair = x[:, :keys], (of_ids, of_ids[:, :keys])
+        named = dict(implementation="xla", batch_invariant=True)
+        return pallas_flash.attention(x, y, y, segment_ids=pair, **named)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(jax.jit(call, static_argnums=1)(of_ids, 256), 1)
+    for run in (call, jax.jit(call, static_argnums=1)):
+        np.testing.assert_array_equal(run(of_ids, 0), 0)

@@ -9,11 +9,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import cases, oracle
 from support.judge import ROUNDING, SMALL, judge, program
 
 from pallas_flash import ScoreMod, attention, explain
+from pallas_flash._problem.problem import SplitOutput
 
 
 @pytest.mark.parametrize("case", cases.CANCELLING, ids=lambda x: x.name.replace(" ", "-"))
@@ -44,6 +46,14 @@ def test_gradient_of_the_scale(implementation, options):
     # Kernels sum rounded ds.
     bound = 2 * max(rounding / 2, oracle.of_rounding(rounding, truth, "dscale")["l2"])
     assert oracle.errors(dscale(jnp.float32(0.3)), truth, "dscale")["l2"] <= bound
+
+
+def test_split_output_has_subnormal_numbers():
+    """They are as without the low part."""
+    o = jnp.float32([3e-5, -1e-7, 6.1035e-5, 2.0**-14, 1.0001, 0])
+    high, low = SplitOutput.from_float32(o, jnp.float16, split=True)
+    np.testing.assert_array_equal(high, o.astype(jnp.float16))
+    np.testing.assert_array_equal(low != 0, [False] * 4 + [True, False])
 
 
 # The argument that is differentiated beside queries, keys and values, if any; sizes and dtype of

@@ -134,7 +134,7 @@ INSPECT = {
     "--dump empty": "--dump must be a folder, or a new one; got the file empty.",
 }
 PAGES = {
-    "--peers nobody": "--peers must be among triton, mosaic, xla, cudnn and mosaic=W,KEYS,STAGES; ",
+    "--peers nobody": "--peers must be among triton, mosaic, invariant, xla, cudnn and mosaic=W,",
     "--peers triton=2,64,2": "got 'triton=2,64,2'.",
     "--heads 3 --kv-heads 2": "--heads must be a multiple of --kv-heads; got 3 and 2.",
     "--cases huge": "invalid choice: 'huge'",

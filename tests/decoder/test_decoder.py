@@ -425,9 +425,13 @@ def test_packed_equals_separate(family):
 
 
 def test_batch_invariance_is_of_all_layers():
-    config = dataclasses.replace(make("mistral").config, batch_invariant=True)
-    layers = Decoder(config, rngs=nnx.Rngs(0)).layers
-    assert [x.attention.batch_invariant for x in layers] == [True] * config.num_layers
+    """Their caches keep all tokens in order, also where a window is shorter."""
+    config = dataclasses.replace(make("gemma3_text").config, batch_invariant=True)
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    model.init_cache(2, 11)
+    layers = [x.attention for x in model.layers]
+    assert [x.batch_invariant for x in layers] == [True] * config.num_layers
+    assert any(config.sliding) and not any(x.cache.ring for x in layers)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])

@@ -126,7 +126,10 @@ def not_batch_invariant():
     for name in ("xla", "triton", "interpret", "reference"):
         said = f"rows of the others depend on the batch; got '{name}'. Drop one of the two."
         yield row(name, ValueError, said, implementation=name)
-    yield row("a scale", ValueError, "`scale` must be None or a number", scale=jnp.float32(1.0))
+    scale = dict(scale=jnp.float32(1.0))
+    yield row("a scale", ValueError, "`scale` must be None or a number", **scale)
+    flags, told = np.array([True, False]), "`batch_invariant` must be True or False; got an array"
+    yield row("flags and a scale", TypeError, told, **scale | dict(batch_invariant=flags))
     said = "`batch_invariant` must be False where it does not serve the call; got True. "
     yield row("a CPU", NotImplementedError, f"{said}The kernels in Mosaic GPU need a", gpu=None)
     yield row("an A100", NotImplementedError, "the device is NVIDIA A100", gpu="NVIDIA A100")
@@ -145,6 +148,7 @@ def not_batch_invariant():
             "batch invariance: a shard", choice.choose, NotImplementedError, divided, **asked
         )
         return
+    positions = dict(query_positions=np.arange(256, dtype=np.int32)[None])
     for id, told, options in (
         ("float32", "float32, and they serve float16", dict(dtype=jnp.float32)),
         ("head dim", "a head dim of 320, and the kernels", dict(head_dim=320)),
@@ -154,10 +158,12 @@ def not_batch_invariant():
         ("mask array", "a mask (mask array), and it", dict(mask=np.ones((256, 256), bool))),
         ("PrefixLM", "a mask (prefix), and it", dict(mask=PrefixLM(np.int32([3])))),
         ("tree", "a mask (either), and it", dict(mask=Tree(np.int32([[-1] * 256])))),
-        (
-            "positions",
-            "positions as arrays, and keys",
-            dict(is_causal=True, query_positions=np.arange(256, dtype=np.int32)[None]),
+        *(
+            (f"positions, {of}", "positions as arrays, and keys", options | positions)
+            for of, options in {
+                "causal": dict(is_causal=True),
+                "slopes": dict(alibi_slopes=jnp.ones(4)),
+            }.items()
         ),
     ):
         yield row(id, NotImplementedError, f"{said}Got {told}", **options)

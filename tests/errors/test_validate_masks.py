@@ -1,9 +1,11 @@
 """Mask objects that are refused, alone and joined: `PrefixLM`, `Segments`, `BlockMask`."""
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support.calls import Row, assert_each, f32, i32
 
 from pallas_flash.masks import (
@@ -77,7 +79,7 @@ def bad_mask_objects():
         mask(lambda: block_mask(kv_len=9), "BlockMask for other keys", ValueError,
              "`BlockMask.kv_len` must be that of the call; got 9 and 7."),
         mask(lambda: BlockMask(f32(1, 1, 1, 1)), "BlockMask of floats", TypeError,
-             "`BlockMask.some` must be boolean; got float32."),
+             "`BlockMask.some` must be bool; got float32."),
         mask(lambda: BlockMask([[True]]), "BlockMask of lists", TypeError,
              "`BlockMask.some` must be an array; got list [[True]]."),
         mask(lambda: BlockMask(jnp.ones((3, 2), bool), 2, 4), "BlockMask of rank 2", ValueError,
@@ -90,7 +92,7 @@ def bad_mask_objects():
              ValueError, "its first two axes possibly 1; got (1, 1, 1, 2) with"),
         mask(lambda: dataclasses.replace(block_mask(), every=f32(1, 1, 3, 2)),
              "BlockMask with floats for every", TypeError,
-             "`BlockMask.every` must be boolean; got float32."),
+             "`BlockMask.every` must be bool; got float32."),
         mask(lambda: dataclasses.replace(block_mask(), mask=None), "BlockMask without a mask",
              ValueError, "must be given together; got `every` alone. Use `BlockMask.from_mask`"),
         mask(lambda: dataclasses.replace(block_mask(), every=None), "BlockMask without every",
@@ -238,7 +240,34 @@ def bad_mask_objects():
 
 
 ROWS = list(bad_mask_objects())
+# Wrong kinds, which constructors and operators name before a call.
+KINDS = {
+    "PrefixLM.prefix_lengths": [lambda: PrefixLM([3]), lambda: PrefixLM(f32(2))],
+    "Segments.query": [lambda: Segments("ids"), lambda: Segments(None)],
+    "Segments.key_value": [lambda: Segments(i32(2, 5), f32(2, 7))],
+    "SharedPrefix.query": [lambda: SharedPrefix((1, 2))],
+    "Tree.parents": [lambda: Tree([[0]]), lambda: Tree(f32(2, 5))],
+    "Chunked.size": [lambda: Chunked(2.0), lambda: Chunked(0)],
+    "BlockCausal.size": [lambda: BlockCausal("2")],
+    "Dilated.stride": [lambda: Dilated(None)],
+    "Neighborhood.grid": [lambda: Neighborhood(7, (1,)), lambda: Neighborhood([7], (1,))],
+    "Neighborhood.window": [lambda: Neighborhood((7,), (1.5,)), lambda: Neighborhood((7,), (9,))],
+    "Predicate.fn": [lambda: Predicate(jnp.ones((5, 7), bool)), lambda: Predicate(None)],
+    "Predicate.operands": [lambda: Predicate(max, i32(2))],
+    "BlockMask.some": [lambda: BlockMask([[True]]), lambda: BlockMask(f32(1, 1, 1, 1))],
+    "BlockMask.block_q": [lambda: BlockMask(jnp.ones((1, 1, 1, 1), bool), 2.0)],
+    "BlockMask.kv_len": [lambda: BlockMask(jnp.ones((1, 1, 1, 1), bool), kv_len=7.0)],
+    "BlockMask.every": [lambda: dataclasses.replace(block_mask(), mask=None)],
+    "mask": [lambda: Chunked(2) | "text", lambda: f32(5, 7) & Chunked(2)],
+}
 
 
 def test_error_messages():
     assert_each(ROWS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind_is_named_without_a_call(name):
+    for make in KINDS[name]:
+        with pytest.raises((TypeError, ValueError), match=f"^`{re.escape(name)}`.* must "):
+            make()

@@ -160,6 +160,11 @@ CALLS = {
         ValueError,
         "`scale` must be None or a number with `batch_invariant=True`; got an array of float32",
     ),
+    "batch invariance, flags and a scale": (
+        dict(batch_invariant=np.array([True, False]), scale=f32(())),
+        TypeError,
+        "`batch_invariant` must be True or False; got an array of bool with shape (2,)",
+    ),
     "no GPU": (
         dict(implementation="triton"),
         NotImplementedError,
@@ -178,6 +183,7 @@ CALLS = {
 
 
 NEW = f32((2, 3, 2, 8))
+BY_HEAD = {"key_pages": INT8, "value_pages": INT8, "key_scales": f32(2), "value_scales": f32(2)}
 APPENDED = {
     "heads of keys": (dict(key=f32((2, 3, 4, 8))), ValueError, "`value` must have the shape of `k"),
     "pages of values": (
@@ -208,6 +214,12 @@ APPENDED = {
         ),
         ValueError,
         "`page_indices` must be from 0 to 6 up to each length; got 99. Give the number of a page",
+    ),
+    "NaN and int8 by head": (
+        dict(value=NEW.at[1, 2].set(jnp.nan), **BY_HEAD),
+        ValueError,
+        "`value` must have no NaN with int8 pages and a scale for each head, because int8 has none"
+        "; got some in token 5. Give a scale",
     ),
 }
 QUANTISED = {

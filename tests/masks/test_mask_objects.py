@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,15 @@ from pallas_flash._problem.mask_leaves import BlockLeaf, MaskArray
 from pallas_flash._problem.mask_objects import Call, fitted
 from pallas_flash._problem.masks import Band, Lengths, Mask
 from pallas_flash._problem.operands import Pairs, Positions, TokenPositions, readable
-from pallas_flash.masks import BlockMask, Predicate, PrefixLM, Segments
+from pallas_flash.masks import (
+    BlockCausal,
+    BlockMask,
+    Chunked,
+    Neighborhood,
+    Predicate,
+    PrefixLM,
+    Segments,
+)
 from pallas_flash.tuning import Tile, TileSizes
 
 BATCH, HEADS = 2, 3
@@ -665,6 +674,18 @@ def test_pytree_structure_is_fixed(make):
     assert jax.tree.structure(numbers) == structure
     assert jax.tree.leaves(numbers) == [0] * structure.num_leaves
     assert jax.tree.structure(jax.tree.map(lambda x: max, mask)) == structure
+    shapes = jax.tree.map(lambda x: list(x.shape), mask)
+    assert jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, list))
+    assert pickle.loads(pickle.dumps(jax.tree.map(np.asarray, mask))) != mask
+    assert mask != make()
+    again = jax.tree.map(lambda x: x, mask)
+    assert mask == again and hash(mask) == hash(again) and mask != np.asarray(1)
+
+
+def test_equal_constants_are_equal_masks():
+    one, other = (Chunked(4) & ~Neighborhood((2, 3), (1, 1)) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert Chunked(4) != Chunked(5) and Chunked(4) != BlockCausal(4) and Chunked(4) != 4
 
 
 def test_vmap_axes_by_field():

@@ -236,11 +236,6 @@ ERRORS = {
         ValueError,
         r"`key_value_seq_lengths` must have shape \[B\] = \(2,\); got \(1,\)",
     ),
-    "grid": (
-        plot(pallas_flash.masks.Neighborhood(4, 2)),
-        TypeError,
-        "`Neighborhood.grid` must be a tuple of ints; got int 4",
-    ),
     "mask": (plot(jnp.ones((T, S))), TypeError, "`mask` must be boolean"),
     "mask that does not fit": (
         plot(random(T, S), q_len=T + 1),

@@ -1,5 +1,7 @@
 """Appending to pages writes the new tokens alone, and quantised pages have the error stated."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,20 @@ def test_quantised_tokens_are_written(dtype, per_head):
                 of_token = scale[place[0], :, place[1]]
                 np.testing.assert_allclose(of_token, quantize(x, dtype)[1][r, :, 0])
         assert (np.asarray(scale) != np.asarray(before)).sum() == (0 if per_head else 3 * K)
+
+
+@pytest.mark.parametrize(("dtype", "per_head"), [*itertools.product(QUANTISED, [False, True])])
+def test_nan_is_kept_or_zero(dtype, per_head):
+    """Int8 with a scale per head has none. A token without a place may have one."""
+    new = [x.at[0].set(jnp.nan) for x in tokens(3, 1)]
+    scale = jnp.ones(K) if per_head else jnp.ones((PAGES, K, SIZE))
+    named = dict(key_scales=scale, value_scales=scale)
+    lengths = jnp.int32([17, 1, 16])
+    pages, _, scales, _ = jax.jit(append)(*caches(dtype), *new, lengths, TABLE, **named)
+    got = pages[1, 0].astype(float) * (scales if per_head else scales[1, :, 0])[:, None]
+    assert (got == 0).all() if per_head and dtype == jnp.int8 else jnp.isnan(got).all()
+    without = append(*caches(dtype), *new, lengths.at[0].set(0), TABLE, **named)
+    assert written(caches(dtype)[0].astype(float), without[0].astype(float)) == [(0, 0), (2, 15)]
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["token", "head"])

@@ -388,7 +388,7 @@ def test_plan_says_who_computes_tables_and_tangents(newer_jax, options, tables, 
         assert x.implementation == by
         assert [*given_tiles(x.tiles)] == ["dq"] * (by == "triton")
         assert x.tiles == options.get("config", x.tiles)
-    assert ("tables" in on_hopper(**options).tiles) == (tables == "triton")
+    assert ("table_gradients" in on_hopper(**options).tiles) == (tables == "triton")
 
 
 def test_a_gradient_of_the_bias_may_take_another_backward(newer_jax, monkeypatch):

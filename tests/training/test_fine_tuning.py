@@ -299,7 +299,7 @@ EXPORTS = {
     "RUN NEW --step 10": "the checkpoint of step 10 must be whole; got ",
     "WEIGHTS NEW --adapter FULL": "must have adapter_config.json and adapter_model.safetensors; g",
     "LOST NEW": "SOURCE must have the weights that it tuned in 'nowhere', as it found them; got ",
-    "RUN NEW": "No space left on device",
+    "RUN NEW": "No space left on device: '",
 }
 
 
@@ -384,6 +384,7 @@ def test_weights_have_a_preset_and_their_shape(folders):
     assert (config.learning_rate, config.context, config.warmup_steps) == (2e-5, 20, 5)
     model = model_config(config, 0)
     assert (model.num_layers, model.hidden, model.remat) == (2, 24, False)
+    assert config_from_flags({"init_from": weights}).context == 64
 
 
 MISTAKES = [
@@ -395,7 +396,8 @@ MISTAKES = [
         "--data must be tokens of the folder in --init-from; got 288 different tok",
     ),
     ("--out-dir TOKENS", "--out-dir must be new, or the folder of a run; got "),
-    ("--init-from LEARNED --context 33", "--context must be at most 32, the learned positions of"),
+    ("--init-from LEARNED --context 33", "--context must be at most 32, that of the weights in"),
+    ("--context 65", "--context must be at most 64, that of the weights in --init-from by their"),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
     ("--init-from EMPTY", "--init-from must have config.json and model.safetensors or "),
@@ -404,6 +406,7 @@ MISTAKES = [
         "--lora-targets must be some of down_proj, gate_proj, k",
     ),
     ("--lora-rank 0", "--lora-rank must be between 1 and"),
+    ("--lora-rank 9", "--lora-rank must be at most 8, the smaller size of model.layers.0.self_at"),
     ("--lora-alpha 2", "--lora-alpha must come with --lora-rank; got none."),
     ("--init-from TEXTS", "--init-from must be a folder with config.json, or a run that has end"),
 ]

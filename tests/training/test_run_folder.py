@@ -199,12 +199,15 @@ MOMENTS = {
     "before the checksums": (folder, "write_checksums"),
     "at their end": (Path, "replace"),
     "before the oldest goes": (ocp.CheckpointManager, "delete"),
+    "while the oldest goes": (shutil, "rmtree"),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_kill_while_saving_leaves_nothing(run, config, monkeypatch, capsys, moment):
     def kill(*args, **kwargs):
+        if moment == "while the oldest goes":
+            next(args[0].rglob("checksums.json")).unlink()
         raise Killed
 
     with pytest.raises(Killed), RunFolder(config, "text") as opened, monkeypatch.context() as patch:
@@ -214,10 +217,10 @@ def test_kill_while_saving_leaves_nothing(run, config, monkeypatch, capsys, mome
         opened.save(9, state_at(9))
     (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
     with RunFolder(config, "text") as opened:
-        assert opened.last_step == STEPS + (moment == "before the oldest goes")
+        assert opened.last_step == STEPS + moment.endswith("the oldest goes")
         opened.save(10, restore(opened))
         names = {p.name for p in (run / "checkpoints").iterdir()}
-        assert names == ({"9", "10"} if moment == "before the oldest goes" else {"8", "10"})
+        assert names == ({"9", "10"} if moment.endswith("the oldest goes") else {"8", "10"})
     assert not capsys.readouterr().err
 
 
@@ -309,6 +312,42 @@ def test_files_of_others_in_our_folder_stay(run, config):
     assert all((run / name).read_bytes() == b"mine" for name in names)
 
 
+SPELLINGS = {
+    "the same": {},
+    "defaults": dict(num_kv_heads=4, lora_alpha=4.0, lora_targets=None),
+    "order": dict(lora_targets="up_proj,q_proj,up_proj"),
+    "slash": dict(init_from="tuned/"),
+    "run": dict(init_from="../work/tuned"),
+    "weights": dict(init_from="tuned/weights"),
+    "absolute": dict(init_from=lambda path: str(path / "work" / "tuned")),
+    "another alpha": dict(lora_alpha=5.0),
+    "other targets": dict(lora_targets="q_proj"),
+    "another folder": dict(init_from="copy"),
+}
+
+
+def test_run_of_another_spelling_goes_on(config, tmp_path, monkeypatch):
+    """A value is written in several ways, and a folder has several paths."""
+    weights = tmp_path / "work" / "tuned" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "config.json").write_text("{}")
+    shutil.copytree(weights, tmp_path / "work" / "copy")
+    monkeypatch.chdir(tmp_path / "work")
+    first = dict(init_from="tuned", lora_rank=2, lora_targets="q_proj,up_proj")
+    config, matrices = dataclasses.replace(config, **first), ("q_proj", "up_proj")
+    with RunFolder(config, "text", matrices) as opened:
+        go(opened)
+    for name, changes in SPELLINGS.items():
+        changes = {x: y(tmp_path) if callable(y) else y for x, y in changes.items()}
+        other = dataclasses.replace(config, **changes)
+        if name.startswith(("another", "other targets")):
+            with pytest.raises(UserError, match=f"differs in `{next(iter(changes))}` "):
+                RunFolder(other, "text", matrices).__enter__()
+        else:
+            with RunFolder(other, "text", matrices) as opened:
+                assert opened.last_step == STEPS, name
+
+
 # --------------------------------------------------------------------------------------------- lock
 
 
@@ -377,7 +416,7 @@ def test_disk_full_at_a_line_keeps_the_run(config, whole_run):
     size = len(metrics_in(run))
     with RunFolder(config, "text") as opened:
         restore(opened)
-        with room_for(size - 20), pytest.raises(OSError, match="File too large"):
+        with room_for(size - 20), pytest.raises(OSError, match=r"large: .*metrics.jsonl"):
             opened.append([line_at(step) for step in (4, 5, 6)])
     with RunFolder(config, "text") as opened:
         go(opened)
@@ -390,5 +429,7 @@ def test_disk_full_at_the_curves_is_a_warning(run, config, capsys):
         restore(opened)
         with room_for(1000):
             opened.plot()
-    assert "warning: loss.png was not written: [Errno 27]" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    said = "warning: the curves were not written: [Errno 27] File too large: "
+    assert f"{said}'{run}/loss.png'" in error
     assert (run / "loss.png").read_bytes() == b"old"

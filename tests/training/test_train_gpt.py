@@ -16,6 +16,7 @@ from support.repository import ROOT
 
 import pallas_flash.flax
 from models import Decoder
+from models.training import files
 from scripts import train_gpt
 from scripts.train_gpt import main
 
@@ -120,6 +121,17 @@ def test_sigkill_at_random_moments_loses_nothing(words, tmp_path):
     main(words)
     main([*words, "--out-dir", str(tmp_path / "whole")])
     assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")
+
+
+def test_second_run_in_a_folder_is_refused(words, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    refused = pytest.raises(SystemExit, match=r"^error: --out-dir must be in no other run's use; g")
+    with files.lock(tmp_path / "run" / "train.lock"), refused:
+        main(words)
+    # A kill may leave the lock's file alone.
+    assert [x.name for x in (tmp_path / "run").iterdir()] == ["train.lock"]
+    main(words)
+    assert "resuming" not in capsys.readouterr().out
 
 
 def test_other_settings_are_refused_by_name(words):

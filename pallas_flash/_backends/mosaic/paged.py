@@ -48,7 +48,7 @@ plgpu = common.plgpu
 
 
 def default_tile(p: AnyProblem) -> ForwardTile:
-    """Return the tile of a call, with as many stages as there is room for."""
+    """Return the tile of a call, with stages that fit at its head dims."""
     width = max(p.head_dim, p.value_dim)
     stages = 4 if width <= 64 else 3 if width <= 128 else 2
     return ForwardTile(2, invariance.block_kv(width), 0, stages)
