@@ -444,7 +444,7 @@ class Engine:
         drawn.copy_to_host_async()
         return read, drawn
 
-    def _call(self, size: Any, kind, slots, new: list[int], drafts=0, following: Any = None) -> Any:
+    def _call(self, size, kind, slots, new: list[int], drafts=0, following: Any = None) -> Any:
         """Run a program, and return what it draws."""
         tokens = table = None
         if self._invariant:
@@ -454,7 +454,7 @@ class Engine:
             tokens, table = np.zeros(size, np.int32), self._table.copy()
             tokens[: len(new)] = new
         if following is not None:
-            following = np.array(following + [-1] * (size - len(following)), np.int32)
+            following = np.array(following + [-1] * (self._sizes[0] - len(following)), np.int32)
         if (kind, drafts) not in self._made:
             shapes = [x.shape for x in jax.tree.leaves(self._state)]
             shapes = *shapes, *self._sizes, self._size_of_drafts
