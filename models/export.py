@@ -170,7 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a folder of weights")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
-    parser.add_argument("--step", type=int, help="a checkpoint; by default that of the lowest loss")
+    parser.add_argument(
+        "--step", type=int, help="a checkpoint; by default the one of the lowest loss"
+    )
     parser.add_argument("--adapter", type=Path, help="folder of an adapter by peft, to add")
     flags = parser.parse_args(argv)
     place = contextlib.nullcontext()

@@ -42,14 +42,13 @@ try:
         Parser,
         UserError,
         command,
-        is_out_of_memory,
         parse_path,
         parse_size,
         why,
     )
     from scripts.generation.conversation import converse
     from scripts.generation.requests import read_requests, write_answers
-    from scripts.generation.source import Source, message_with_flags, open_source
+    from scripts.generation.source import Source, explained, open_source
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"generate.py: error: no module named {error.name!r}: run pip install -e '.[models]' in a "
@@ -326,7 +325,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"beyond {config.context} tokens, a text goes on from its first {keep} and the newer "
             "half of the others"
         )
-    try:
+    too_large = (
+        f"--tokens and the prompts must fit the device's memory; got {len(prompts)} texts of up to "
+        f"{max(map(len, tokens))} + {flags.tokens} tokens: give fewer, or shorter ones."
+    )
+    with explained(too_large):
         generation = Generation(
             source.model,
             tokens,
@@ -339,15 +342,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         stops = [utf8(stop) for stop in flags.stop]
         streams = [TextStream(source.tokens.decode, x, stops) for x in tokens]
         write(generation, streams, Output(prompts, streams))
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(message_with_flags(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"--tokens and the prompts must fit the device's memory; got {len(prompts)} texts of "
-            f"up to {max(map(len, tokens))} + {flags.tokens} tokens: give fewer, or shorter ones."
-        ) from None
     for row in np.flatnonzero(generation.full):
         say(
             f"text {row + 1} of {len(tokens)} ended because it filled the context of "

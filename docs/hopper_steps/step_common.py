@@ -72,7 +72,7 @@ def operand(*shape):
 
 
 def barriers_of_cluster(count, arrivals, ctas):
-    """Return a specification of barriers at which so many arrive in each CTA of a cluster."""
+    """Return a specification of barriers with this number of arrivals in each CTA of a cluster."""
     if ctas == 1:
         return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
     axes = ("rank",)

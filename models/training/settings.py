@@ -36,7 +36,7 @@ CHOICES = {
 HELP = {
     "num_layers": "number of layers of a new model",
     "num_heads": "number of query heads of a new model",
-    "num_kv_heads": "number of key/value heads of a new model; by default those of queries",
+    "num_kv_heads": "number of key/value heads of a new model; by default as many as of queries",
     "features": "size of the residual stream of a new model",
     "context": "tokens of a sequence in training; with weights at most their context",
     "dtype": "type of the activations; by default bfloat16 on a GPU, float32 elsewhere",
@@ -206,7 +206,7 @@ def model_config(config: TrainConfig, vocab_size: int) -> DecoderConfig:
         raise UserError(str(error)) from None
     if config.context > model.context:
         raise UserError(
-            f"`context` must be at most {model.context}, that of the weights in `init_from` by "
+            f"`context` must be at most {model.context}, which the weights in `init_from` have by "
             f"their {CONFIG}; got {config.context}."
         )
     return dataclasses.replace(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from models.engine import Engine, Sampling
 from models.tokens import FromFolder, utf8
 from scripts.command import UserError
-from scripts.generation.requests import PAGE_SIZE, explained, make_engine
-from scripts.generation.source import Source
+from scripts.generation.requests import PAGE_SIZE, TOO_LARGE, make_engine
+from scripts.generation.source import Source, explained
 
 # Most tokens of a chat: the longest contexts would take memory that few chats need.
 MOST = 16384
@@ -27,7 +27,7 @@ def converse(
     say("a chat: Ctrl-C ends an answer, Ctrl-D the chat")
     assert isinstance(source.tokens, FromFolder)  # Others have no template.
     messages = [] if flags.system is None else [{"role": "system", "content": utf8(flags.system)}]
-    with explained():
+    with explained(TOO_LARGE):
         pages = -(-min(source.model.config.context, MOST) // PAGE_SIZE)
         engine = make_engine(flags, source, pages, slots=1)
         while True:

@@ -15,13 +15,17 @@ import jax
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
 from models.engine.engine import bytes_of_token, progress_bar
-from scripts.command import UserError, is_out_of_memory, naming, why
-from scripts.generation.source import Source, message_with_flags, open_source
+from scripts.command import UserError, naming, why
+from scripts.generation.source import Source, explained, open_source
 
 # Tokens of a page; most texts that are continued at once.
 PAGE_SIZE, MAX_REQUESTS = 64, 64
 # The share of the device's free memory that pages may take.
 SHARE = 0.8
+TOO_LARGE = (
+    "the weights and the pages must fit the device's memory; got too many: share them by "
+    "--devices, or let --cache be int8."
+)
 FIELDS = {x.name for x in dataclasses.fields(Sampling)}
 
 
@@ -137,26 +141,6 @@ def make_engine(flags: argparse.Namespace, source: Source, pages: int, slots: in
     )
 
 
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn the errors of an engine into sentences with flags.
-
-    Raises:
-        UserError: There was an error.
-    """
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(message_with_flags(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(
-            "the weights and the pages must fit the device's memory; got too many: share them by "
-            "--devices, or let --cache be int8."
-        ) from None
-
-
 def write_answers(
     flags: argparse.Namespace, source: Source, lines: Sequence[Line], say: Callable[[str], None]
 ) -> None:
@@ -167,7 +151,7 @@ def write_answers(
     """
     count = sum(line.sampling.samples for line in lines)
     pages = count_pages(source.model.config, lines, flags.cache, flags.devices)
-    with explained():
+    with explained(TOO_LARGE):
         engine = make_engine(flags, source, pages, slots=min(MAX_REQUESTS, count))
         names = {engine.submit(line.tokens, line.sampling): line.id for line in lines}
         start, tokens = time.perf_counter(), 0

@@ -1,10 +1,12 @@
 """The model of `generate.py`: from a folder of weights, which the folder of a run has, too."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -51,6 +53,23 @@ def message_with_flags(error: Exception) -> str:
     return re.sub(rf"`({'|'.join(FLAGS)})`", lambda x: FLAGS[x[1]], str(error).splitlines()[0])
 
 
+@contextlib.contextmanager
+def explained(too_large: str) -> Iterator[None]:
+    """Turn the errors of a model into sentences with flags; `too_large` is the one for memory.
+
+    Raises:
+        UserError: There was an error.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(message_with_flags(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(too_large) from None
+
+
 def make_layout(devices: int) -> Layout | None:
     """Return the mesh on which several devices share heads and hidden units; None for one device.
 
@@ -93,21 +112,15 @@ def open_source(
     if weights is None and (folder / "checkpoints").exists():
         raise UserError(f"{folder} must have weights/, which a run writes when it ends; got none.")
     folder = weights or folder
-    try:
+    with explained(
+        f"the weights must fit the device's memory; got {folder}: share them by --devices."
+    ):
         model = Decoder.from_pretrained(
             folder, layout=layout, dtype=dtype, implementation=attention
         )
         if model.config.num_kv_heads % devices:
             heads = model.config.num_kv_heads
-            raise ValueError(f"--devices must divide {heads} key/value heads; got {devices}.")
-    except ValueError as error:
-        raise UserError(message_with_flags(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"the weights must fit the device's memory; got {folder}: share them by --devices."
-        ) from None
+            raise UserError(f"--devices must divide {heads} key/value heads; got {devices}.")
     generation = read_json(folder / "generation_config.json")
     defaults = {name: generation[name] for name in DRAWN if generation.get(name) is not None}
     # Other libraries take 0 for "all tokens".

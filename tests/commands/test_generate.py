@@ -555,7 +555,7 @@ def chat(changed, capsys, monkeypatch):
 
 
 def test_chat_reads_each_turn_once(chat, monkeypatch):
-    """Each answer is that of the whole chat, of which the engine has the turns before."""
+    """Each answer is as for the whole chat, of which the engine has the turns before."""
     real, read = Scheduler.plan, []
 
     def plan(*args):

@@ -90,7 +90,7 @@ QKV = draw(0)
 
 @contextlib.contextmanager
 def emulated(sms, splits=2):
-    """A card with so many SMs, on which packed query heads have so many KV splits by default."""
+    """A card with `sms` SMs, on which packed query heads have `splits` KV splits by default."""
     with (
         pytest.MonkeyPatch.context() as patch,
         emulator.emulated(patch, emulator.matrix_units),

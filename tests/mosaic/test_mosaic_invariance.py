@@ -83,7 +83,7 @@ class Config(NamedTuple):
         )
 
     def chunk(self, sequence, alone, others, start, stop, *, size):
-        """Queries of a chunk, with other keys in the room behind those of its end."""
+        """Queries of a chunk, with other keys in the room behind its last one."""
         place = start + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(place, self.length - 1)
         q, k, v = sequence

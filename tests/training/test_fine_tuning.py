@@ -396,8 +396,11 @@ MISTAKES = [
         "--data must be tokens of the folder in --init-from; got 288 different tok",
     ),
     ("--out-dir TOKENS", "--out-dir must be new, or the folder of a run; got "),
-    ("--init-from LEARNED --context 33", "--context must be at most 32, that of the weights in"),
-    ("--context 65", "--context must be at most 64, that of the weights in --init-from by their"),
+    ("--init-from LEARNED --context 33", "--context must be at most 32, which the weights in"),
+    (
+        "--context 65",
+        "--context must be at most 64, which the weights in --init-from have by",
+    ),
     ("--init-from BROKEN", "`model_type` must be one of gpt2, llama"),
     ("--init-from CUT", "must be a whole safetensors file; got 0 bytes"),
     ("--init-from EMPTY", "--init-from must have config.json and model.safetensors or "),

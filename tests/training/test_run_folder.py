@@ -317,9 +317,9 @@ SPELLINGS = {
     "defaults": dict(num_kv_heads=4, lora_alpha=4.0, lora_targets=None),
     "order": dict(lora_targets="up_proj,q_proj,up_proj"),
     "slash": dict(init_from="tuned/"),
-    "run": dict(init_from="../work/tuned"),
+    "run": dict(init_from="../weights/tuned"),
     "weights": dict(init_from="tuned/weights"),
-    "absolute": dict(init_from=lambda path: str(path / "work" / "tuned")),
+    "absolute": dict(init_from=lambda path: str(path / "weights" / "tuned")),
     "another alpha": dict(lora_alpha=5.0),
     "other targets": dict(lora_targets="q_proj"),
     "another folder": dict(init_from="copy"),
@@ -328,11 +328,11 @@ SPELLINGS = {
 
 def test_run_of_another_spelling_goes_on(config, tmp_path, monkeypatch):
     """A value is written in several ways, and a folder has several paths."""
-    weights = tmp_path / "work" / "tuned" / "weights"
+    weights = tmp_path / "weights" / "tuned" / "weights"
     weights.mkdir(parents=True)
     (weights / "config.json").write_text("{}")
-    shutil.copytree(weights, tmp_path / "work" / "copy")
-    monkeypatch.chdir(tmp_path / "work")
+    shutil.copytree(weights, tmp_path / "weights" / "copy")
+    monkeypatch.chdir(tmp_path / "weights")
     first = dict(init_from="tuned", lora_rank=2, lora_targets="q_proj,up_proj")
     config, matrices = dataclasses.replace(config, **first), ("q_proj", "up_proj")
     with RunFolder(config, "text", matrices) as opened:

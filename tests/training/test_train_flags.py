@@ -41,7 +41,7 @@ def test_every_field_is_a_flag_with_a_help():
         "(default: 800; gpt2-small: 2000; gpt3-xl: 2000; fine-tune: 200; lora: 200)"
         in named["steps"]
     )
-    assert named["num_kv_heads"].endswith("by default those of queries")
+    assert named["num_kv_heads"].endswith("by default as many as of queries")
     assert named["remat"].endswith("(default: False; gpt3-xl: True)")
 
 
