@@ -11,7 +11,7 @@ from flax import nnx
 
 from models import Decoder
 from models.config import DecoderConfig
-from models.engine import engine
+from models.engine import program
 from models.engine.sampling import GREEDY, LIMITED
 from models.generation import take_apart
 from models.rope import Rope
@@ -25,7 +25,7 @@ SLOTS, PAGES, SIZE = 64, 2048, 64
 
 
 def compiled_step(implementation, layers, size=None):
-    """The kernels of a step, and its memory over that of the keys of a layer.
+    """The kernels of a step, and its memory over the keys of a layer.
 
     It decodes; or it is the step of this size of a batch-invariant engine.
     """
@@ -47,12 +47,12 @@ def compiled_step(implementation, layers, size=None):
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=whole)
     last, table = shape((SLOTS,), jnp.int32), shape((SLOTS, 128), jnp.int32)
     state = cache, last, table, shape((SLOTS, config.vocab_size), bool)
-    slots = shape((SLOTS, engine.FIELDS), jnp.int32)
+    slots = shape((SLOTS, program.FIELDS), jnp.int32)
     state, params = jax.tree.map(lambda x: shape(x.shape, x.dtype), (state, params))
     new = None if size is None else shape((size,), jnp.int32)
     inputs = slots, new, None if size is None else table, new
     kind = GREEDY if size is None else LIMITED
-    step = functools.partial(engine._step, (structure,), SIZE, kind, 0)
+    step = functools.partial(program.step, (structure,), SIZE, kind, 0)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(step, donate_argnums=0).trace(state, params, *inputs)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()

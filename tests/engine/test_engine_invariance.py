@@ -22,7 +22,7 @@ import pallas_flash
 from models import Decoder
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
-from models.engine.engine import _programs
+from models.engine.program import programs
 from models.rope import Rope
 from models.sharding import Layout
 from pallas_flash._jax import compat
@@ -92,7 +92,7 @@ def anywhere(monkeypatch):
     )
     yield
     # Others with the same shapes are traced again.
-    _programs.cache_clear()
+    programs.cache_clear()
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -108,7 +108,7 @@ def test_default_of_the_only_size(anywhere):
 
 
 def test_scores_without_the_option():
-    """Those of the forward, also of a text that fills the engine."""
+    """They are as the forward has them, also for a text that fills the engine."""
     model = model_of("float32", implementation="reference", **SMALL)
     engine = Engine(model, pages=10, drafts=3, **SIZES)
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def test_scores_without_the_option():
     for text, found, row in zip(texts, engine.score(texts), wanted, strict=True):
         np.testing.assert_allclose(found, row[np.arange(len(text) - 1), text[1:]], atol=1e-4)
     assert engine.programs == 1
-    # Of the smallest size. The size of a step chooses the program without the option.
+    # Scores had a program of the smallest size. Without the option a step's size chooses one.
     engine.run(texts[:1], Sampling(temperature=0, max_tokens=3))
     assert engine.programs == 3
 
