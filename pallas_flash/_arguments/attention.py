@@ -23,6 +23,7 @@ from pallas_flash._problem.checks import (
     broadcastable,
     describe,
     flag,
+    held,
     integers,
     is_array,
     is_int,
@@ -335,7 +336,7 @@ def _scale(scale: Any, query, head_dim, *, known: bool):
     a scale that is not negative. Moving the sign to the queries is exact. It happens outside the
     custom derivative, so that both keep their gradients.
     """
-    dtype = np.promote_types(query.dtype, np.float32)
+    dtype, scale = np.promote_types(query.dtype, np.float32), held(scale)
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
     if is_number(scale):
@@ -441,6 +442,7 @@ def dropout_mask_arguments(key, shape, rate) -> tuple[tuple[int, ...], Dropout |
 
 def _seed(name, key):
     """Return uint32 [2] from a `jax.random` key."""
+    key = held(key)
     if not is_array(key):
         raise TypeError(
             f"`{name}` must be a jax.random key; got {describe(key)}. Pass `jax.random.key(0)`, or "
@@ -508,6 +510,7 @@ def _band(q_len, kv_len, *, causal, window, at: TokenPositions) -> Band | Positi
 
 def _offset(offset, batch):
     """Return `query_offset` as an int and None, or as 0 and int32 [B]."""
+    offset = held(offset)
     if is_int(offset):
         return max(-FAR, min(FAR, int(offset))), None
     if not is_array(offset):
@@ -517,7 +520,7 @@ def _offset(offset, batch):
         )
     if offset.ndim == 0:
         # One traced number for the batch, such as the fill of a cache.
-        offset = jnp.broadcast_to(offset, (batch,))
+        offset = jnp.broadcast_to(array("query_offset", offset), (batch,))
     return 0, jnp.clip(integers("query_offset", offset, (batch,), "[B]"), -FAR, FAR)
 
 

@@ -23,6 +23,7 @@ from pallas_flash._backends import reference
 from pallas_flash._execution import context, partition
 from pallas_flash._execution.plan import Plan
 from pallas_flash._problem import configurations, invariance
+from pallas_flash._problem.checks import held
 from pallas_flash._problem.configurations import Configuration
 from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash._problem.problem import Problem
@@ -333,6 +334,7 @@ def attention(
     The algorithm is FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     check_choices(return_residual, return_lse, reproducible, context_parallelism)
+    query = held(query)
     problem = validate(
         query,
         key,

@@ -16,6 +16,7 @@ from pallas_flash._call.attention import Implementation
 from pallas_flash._execution import limits
 from pallas_flash._jax import device
 from pallas_flash._jax.one_device import on_one_device
+from pallas_flash._problem.checks import held
 from pallas_flash._problem.paged import PagedProblem
 
 # Auto-selection picks the first that serves the call.
@@ -112,6 +113,7 @@ def paged_attention(
         >>> pallas_flash.paged_attention(q, keys, values, lengths, page_indices).shape
         (3, 1, 4, 64)
     """
+    query = held(query)
     problem = paged.validate(
         query,
         key_pages,

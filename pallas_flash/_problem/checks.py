@@ -16,19 +16,33 @@ from pallas_flash._problem.operands import readable
 
 def array(name: str, x) -> jax.Array:
     """Return `x` as a JAX array; refuse sequences and strings."""
+    x = held(x)
+    if isinstance(x, jax.Array):
+        return x
     if not is_array(x):
         advice = "Convert it with `jnp.asarray`."
         if isinstance(x, jax.ShapeDtypeStruct):
             advice = "Pass an array, or trace shapes by `jax.eval_shape`."
+        elif isinstance(x, jax.Ref):
+            advice = "Pass what it holds, `ref[...]`."
         raise TypeError(f"`{name}` must be an array; got {describe(x)}. {advice}")
     try:
-        return x if isinstance(x, jax.Array) else jnp.asarray(x)
+        converted = jnp.asarray(x)
     except (TypeError, ValueError) as error:
         # NumPy arrays may hold objects, text or dates, or be masked.
         raise TypeError(
             f"`{name}` must be an array that JAX can hold; got {type(x).__name__} of {x.dtype}. "
             "Convert it to a plain NumPy array of numbers or bools."
         ) from error
+    if x.dtype.kind in "iu" and x.dtype != converted.dtype and x.size:
+        # JAX would keep the lowest bits.
+        limits = jnp.iinfo(converted.dtype)
+        if not limits.min <= x.min() <= x.max() <= limits.max:
+            raise ValueError(
+                f"`{name}` must have numbers that {converted.dtype} holds; got {x.min()} to "
+                f"{x.max()}. Give others: clip lengths and positions, and number ids anew."
+            )
+    return converted
 
 
 def array_of_dtype(name: str, x, dtype: str) -> jax.Array:
@@ -288,6 +302,12 @@ def broadcasts(shape, to) -> bool:
     return missing >= 0 and all(n in (1, m) for n, m in zip(shape, to[missing:], strict=True))
 
 
+def held(x):
+    """Return the array that `x` stands for, as variables of Flax do; other things as they are."""
+    stands = not is_array(x) and hasattr(type(x), "__jax_array__")
+    return x.__jax_array__() if stands else x
+
+
 def is_array(x) -> bool:
     """Whether `x` is an array of JAX or NumPy, or a NumPy scalar."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
@@ -305,7 +325,8 @@ def is_number(x) -> bool:
 
 def describe(x: Any) -> str:
     """Return a description of `x` in a few words."""
-    if (is_array(x) or hasattr(x, "aval")) and not isinstance(x, np.generic):
-        return f"an array of {x.dtype} with shape {tuple(x.shape)}"
-    text = repr(x)
+    is_ref = isinstance(x, jax.Ref)
+    if is_ref or (is_array(x) and not isinstance(x, np.generic)):
+        return f"{'a Ref' if is_ref else 'an array'} of {x.dtype} with shape {tuple(x.shape)}"
+    text = " ".join(repr(x).split())
     return f"{type(x).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -30,6 +30,7 @@ from pallas_flash._problem.checks import (
     check_tuple,
     describe,
     function,
+    held,
     integers,
     is_array,
     is_int,
@@ -241,7 +242,7 @@ def sizes_of(mask) -> tuple[int, ...]:
 
 def _array(mask) -> jax.Array:
     """Return the argument `mask` as an array of bools, where it is no mask object."""
-    advice = None
+    mask, advice = held(mask), None
     if isinstance(mask, type) and issubclass(mask, MaskObject):
         advice = f"Pass an object of it: `{mask.__name__}(...)`."
     elif callable(mask):
@@ -273,7 +274,7 @@ def check_array(name: str, x, dtype: str) -> None:
     """
     if is_int(x) or isinstance(x, jax.ShapeDtypeStruct | jax.sharding.Sharding | PartitionSpec):
         return
-    kind = jnp.bool_ if dtype == "bool" else jnp.integer
+    x, kind = held(x), jnp.bool_ if dtype == "bool" else jnp.integer
     if not (is_array(x) and jnp.issubdtype(x.dtype, kind)):
         array_of_dtype(name, x, dtype)
 

@@ -55,6 +55,17 @@ def no_arrays():
     masked = {"as masked array": np.ma.ones((2, 5, 6, 8), np.float32)}
     said = "`query` must be an array that JAX can hold; got MaskedArray of float32."
     yield from given("query", masked, TypeError, said)
+    said = "`query` must be an array; got a Ref of float32 with shape (2, 5, 6, 8). Pass what"
+    ref = jax.new_ref
+    yield Row("query as a Ref", lambda: {"query": ref(inputs()["query"])}, TypeError, said)
+
+
+def numbers_that_wrap():
+    """In int32, in which JAX keeps the lowest bits of a NumPy int64."""
+    for name in (*LENGTHS, "query_offset"):
+        said = f"`{name}` must have numbers that int32 holds; got {{x[0]}} to {{x[1]}}."
+        wide = {"past int32": np.array([3, 2**40]), "below int32": np.array([-(2**40), 3])}
+        yield from given(name, wide, ValueError, said)
 
 
 def not_broadcastable():
@@ -164,6 +175,7 @@ ROWS = [
     *table(ValueError, SHAPES),
     *bad_dtypes(),
     *no_arrays(),
+    *numbers_that_wrap(),
     *bad_pairs(),
     *not_broadcastable(),
 ]

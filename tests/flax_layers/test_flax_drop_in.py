@@ -42,6 +42,7 @@ from support.jaxprs import trace
 import pallas_flash.flax
 from pallas_flash.flax import apply_rope, attention_fn
 from pallas_flash.flax._arrays import merge_batch
+from pallas_flash.masks import Segments
 
 pytestmark = pytest.mark.usefixtures("ieee_products")
 
@@ -120,6 +121,28 @@ def test_dtypes_promote_as_in_flax(flax_fn, dtypes, dtype):
 def test_grouped_heads_equal_nnx():
     arrays = qkv(num_kv_heads=2)
     assert_close(OURS(*arrays), nnx.dot_product_attention(*arrays))
+
+
+def test_variables_are_the_arrays_that_they_hold():
+    """As in jax.nn, whatever the argument."""
+    q, k, v = qkv()
+    arrays = {
+        **dict(query=q, key=k, value=v, bias=normal(4, (Q_LEN, KV_LEN)), sinks=normal(5, (4,))),
+        **dict(mask=jnp.tri(Q_LEN, KV_LEN, 3, dtype=bool), scale=jnp.float32(0.3)),
+        **dict(query_offset=jnp.int32(2), key_value_seq_lengths=jnp.array([7, 3])),
+        **dict(
+            segment_ids=(jnp.zeros((2, Q_LEN), int), jnp.arange(2 * KV_LEN).reshape(2, -1) // 9)
+        ),
+        **dict(dropout_key=jax.random.key(0), alibi_slopes=jnp.arange(NUM_HEADS) / 8),
+    }
+
+    def call(arrays):
+        ids = Segments(*arrays["segment_ids"]) & arrays["mask"]
+        rest = arrays | dict(mask=ids, dropout_rate=0.5, is_causal=True)
+        return pallas_flash.attention(**rest, implementation="xla")
+
+    held = jax.tree.map(nnx.Variable, arrays)
+    np.testing.assert_array_equal(call(held), call(arrays))
 
 
 def test_row_without_keys_gives_zeros():
