@@ -11,8 +11,17 @@ from flax.typing import Dtype, Initializer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray, Shaped
 
+from pallas_flash._arguments.attention import _precision
 from pallas_flash._call.attention import ContextParallelism, Implementation, attention
-from pallas_flash._problem.checks import array, describe, flag, is_int, share_to_drop
+from pallas_flash._problem.checks import (
+    array,
+    as_dtype,
+    at_least,
+    describe,
+    flag,
+    is_int,
+    share_to_drop,
+)
 from pallas_flash._problem.mask_objects import MaskObject
 from pallas_flash.flax._arrays import (
     as_bool,
@@ -113,7 +122,7 @@ class SelfAttention(nnx.Module):
             that calls need not give one.
 
     Raises:
-        TypeError: If `dropout_rate` is not a number.
+        TypeError: If an argument is of the wrong kind or dtype.
         ValueError: If the sizes do not fit each other, or `dropout_rate` is outside [0, 1).
     """
 
@@ -159,6 +168,7 @@ class SelfAttention(nnx.Module):
             features, num_heads, num_kv_heads, head_dim, rope_theta
         )
         _check_parts(rope_theta, rope=rope, linear=linear, norm=norm, attention=attention)
+        _check_numerics(dtype, param_dtype, precision, rngs)
         self.features, self.kv_shape = features, (num_kv_heads, head_dim)
         self.dtype, self.param_dtype = dtype, param_dtype
         self.is_causal = is_causal
@@ -522,6 +532,20 @@ def _check_parts(rope_theta: float | None, **parts) -> None:
         )
 
 
+def _check_numerics(dtype, param_dtype, precision, rngs) -> None:
+    """Raise unless these are what Flax's modules and `attention` take."""
+    for name, x in {"dtype": dtype, "param_dtype": param_dtype}.items():
+        given = None if x is None and name == "dtype" else as_dtype(name, x)
+        if given is not None and not jnp.issubdtype(given, jnp.floating):
+            raise TypeError(f"`{name}` must be floating point; got {given}. Use `jnp.bfloat16`.")
+    _precision(precision)
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"`rngs` must be an `nnx.Rngs`; got {describe(rngs)}. Pass `nnx.Rngs(0)`, or those of "
+            "the model."
+        )
+
+
 def _head_sizes(
     features: int,
     num_heads: int,
@@ -530,13 +554,9 @@ def _head_sizes(
     rope_theta: float | None,
 ) -> tuple[int, int]:
     """Return the number of key/value heads and the head dim of a layer."""
-    if num_kv_heads is None:
-        num_kv_heads = num_heads
-    if min(features, num_heads, num_kv_heads) < 1:
-        raise ValueError(
-            "`features`, `num_heads` and `num_kv_heads` must be at least 1; got "
-            f"features={features}, num_heads={num_heads}, num_kv_heads={num_kv_heads}."
-        )
+    features, num_heads = at_least(1, "features", features), at_least(1, "num_heads", num_heads)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    num_kv_heads = at_least(1, "num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
             "`num_heads` must be a multiple of `num_kv_heads`; got "
@@ -549,8 +569,7 @@ def _head_sizes(
                 f"features={features}, num_heads={num_heads}."
             )
         head_dim = features // num_heads
-    if head_dim < 1:
-        raise ValueError(f"`head_dim` must be at least 1; got {head_dim}.")
+    head_dim = at_least(1, "head_dim", head_dim)
     if rope_theta is not None:
         check_rope_theta(rope_theta)
     if rope_theta is not None and head_dim % 2:

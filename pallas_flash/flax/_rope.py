@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from pallas_flash._jax.one_device import divided_alike
-from pallas_flash._problem.checks import describe, is_array, is_number
+from pallas_flash._problem.checks import array, describe, is_array, is_number
 from pallas_flash.flax._arrays import check_positions
 
 
@@ -49,6 +49,7 @@ def apply_rope(
         ValueError: If H is odd, `positions` do not broadcast to [*batch, T], or `rope_theta` is not
             positive.
     """
+    x = array("x", x)
     if x.ndim < 3 or x.shape[-1] % 2:
         raise ValueError(
             f"`x` must be [*batch, length, heads, an even head_dim]; got x.shape={x.shape}."

@@ -100,17 +100,21 @@ ERRORS = {
             lambda: self_attention(context_parallelism="zigzag")(X),
             "`context_parallelism` must be",
         ),
-        "features": (lambda: self_attention(features=0), "at least 1; got features=0"),
+        "features": (lambda: self_attention(features=0), "`features` must be an int of at least 1"),
         "num_kv_heads": (
             lambda: self_attention(num_kv_heads=3),
             "multiple of `num_kv_heads`; got num_heads=4, num_kv_heads=3",
         ),
-        "no num_kv_heads": (lambda: self_attention(num_kv_heads=0), "num_kv_heads=0"),
+        "no num_kv_heads": (lambda: self_attention(num_kv_heads=0), "got int 0"),
         "features per head": (
             lambda: self_attention(features=30),
             "`features` must be a multiple of `num_heads`",
         ),
-        "head_dim": (lambda: self_attention(head_dim=0), "`head_dim` must be at least 1"),
+        "num_heads as a float": (
+            lambda: self_attention(num_heads=4.0),
+            "`num_heads` must be an int of at least 1; got float 4.0",
+        ),
+        "head_dim": (lambda: self_attention(head_dim=0), "`head_dim` must be an int of at least 1"),
         "odd head_dim": (lambda: self_attention(head_dim=7), "`head_dim` must be even"),
         "rope_theta": (lambda: self_attention(rope_theta=0.0), "`rope_theta` must be pos"),
         "base of apply_rope": (
@@ -284,6 +288,18 @@ ERRORS = {
             "`positions` must be an array; got list",
         ),
         "x as a list": (lambda: self_attention()([[0.0]]), "`x` must be an array; got list"),
+        "turned list": (lambda: apply_rope([0.0], 0), "`x` must be an array; got list"),
+        "dtype": (lambda: self_attention(dtype="int8"), "`dtype` must be floating point; got int8"),
+        "param_dtype": (lambda: self_attention(param_dtype=None), "`param_dtype` must be a dtype"),
+        "precision of a layer": (
+            lambda: self_attention(precision="x"),
+            "`precision` must be None, a jax.lax",
+        ),
+        "rngs": (lambda: self_attention(rngs=jax.random.key(0)), "`rngs` must be an `nnx.Rngs`"),
+        "dropout_rng, of several lines": (
+            lambda: attention_fn(Q, K, V, dropout_rate=0.5, dropout_rng=nnx.Rngs(0)),
+            r"`dropout_key` must be a jax.random key; got Rngs Rngs\( # .*\. Pass",
+        ),
         "module dropout_rate as text": (
             lambda: self_attention(dropout_rate="0.1"),
             "`dropout_rate` must be a number; got str '0.1'",
