@@ -58,7 +58,7 @@ def open_tokenizer(path: pathlib.Path):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself, not a subclass.
         raise UserError(
-            f"{path.parent} must have a {path.name} that the package tokenizers reads; got "
+            f"{path} must be a tokenizer.json that the package tokenizers reads; got "
             f"{str(error).splitlines()[0]!r}."
         ) from None
     # A tokenizer that was saved while it made batches has their length in its file.
@@ -148,7 +148,7 @@ class FromFolder:
             fields = [message.get(x) if known else None for x in ("role", "content")]
             if not all(isinstance(x, str) for x in fields):
                 raise UserError(f"messages[{n}] must have a role and a text; got {message!r:.60}.")
-        tokenizer, messages, _ = self._names_as_text(messages)
+        tokenizer, messages, _ = self._names_as_text(_map_texts(utf8, messages))
         # The template has the tokens that begin a text.
         return tokenizer.encode(self.chat(messages), add_special_tokens=False).ids
 
@@ -284,7 +284,7 @@ def utf8(text: str) -> str:
     try:
         return text.encode(errors="surrogateescape").decode()
     except UnicodeError:
-        raise UserError(f"--prompt must be UTF-8; got {text[:40]!r}.") from None
+        raise UserError(f"a text must be UTF-8; got {text[:40]!r}.") from None
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -48,6 +48,9 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(main)
     def ending(*arguments, **options):
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # the shell has closed it
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
         # The terminal may lack characters of what is printed.
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         try:

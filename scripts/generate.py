@@ -38,24 +38,15 @@ try:
     from models.engine.engine import CACHE_DTYPES
     from models.generation import Generation, Sampling
     from models.tokens import TextStream, utf8
-    from scripts.command import (
-        Parser,
-        UserError,
-        command,
-        parse_path,
-        parse_size,
-        why,
-    )
+    from scripts.command import Parser, UserError, command, parse_path, parse_size
     from scripts.generation.conversation import converse
-    from scripts.generation.requests import read_requests, write_answers
+    from scripts.generation.requests import read_requests, read_text, write_answers
     from scripts.generation.source import Source, explained, open_source
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"generate.py: error: no module named {error.name!r}: run pip install -e '.[models]' in a "
         "checkout."
     ) from None
-
-BYTE_ORDER_MARK = "\ufeff"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -134,23 +125,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_text(path: pathlib.Path) -> str:
-    """Return the text of a file, or for - of the standard input.
-
-    Raises:
-        UserError: It cannot be read, or is no text.
-    """
-    try:
-        if str(path) == "-":
-            text = sys.stdin.read()
-        else:
-            with open(path, encoding="utf-8", newline="") as file:
-                text = file.read()
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--prompts must be text; got {path}: {why(error)}.") from None
-    return text.removeprefix(BYTE_ORDER_MARK)
-
-
 def read_prompts(flags: argparse.Namespace) -> list[str]:
     """Return the prompts of flags, file or standard input, in this order.
 
@@ -160,10 +134,11 @@ def read_prompts(flags: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(flags.prompt or ())
     if flags.prompts is not None:
         # Other characters that end a line for Python are text.
-        lines = [line.removesuffix("\r") for line in read_text(flags.prompts).split("\n")]
+        text = read_text("--prompts", flags.prompts)
+        lines = [line.removesuffix("\r") for line in text.split("\n")]
         prompts += filter(None, lines)
     elif not prompts and not sys.stdin.isatty():
-        text = read_text(pathlib.Path("-")).rstrip("\r\n")
+        text = read_text("--prompt", pathlib.Path("-")).rstrip("\r\n")
         prompts = [text] if text else []
     if not all(prompts) or not prompts:
         raise UserError("--prompt must have a character; got none in flags, file or input.")

@@ -48,6 +48,8 @@ except ModuleNotFoundError as error:
 
 # The end token of tokenizers that are trained here, and of many others.
 END_TOKEN = "<|endoftext|>"
+# The largest vocabulary of a tokenizer that is trained here.
+MOST = 2**20
 # Bytes that are tokenized at once, in parallel.
 BATCH = 2**24
 
@@ -124,7 +126,8 @@ def end_of(words: FromFolder, asked: str | None) -> int:
     Raises:
         UserError: The tokenizer has no such token.
     """
-    name, end = repr(asked or END_TOKEN), words.token(asked or END_TOKEN)
+    name = END_TOKEN if asked is None else asked
+    name, end = repr(name), words.token(name)
     if asked is None and words.stop_tokens:
         name = end = words.stop_tokens[0]
     if end is None or end not in range(words.vocab_size):
@@ -333,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=parse_size,
         default=8192,
         metavar="INT",
-        help="size of the tokenizer that is trained without --tokenizer, at least 257",
+        help="size of the tokenizer that is trained without --tokenizer, from 257",
     )
     add(
         "--end-token",
@@ -351,10 +354,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="other tokens in the folder, of another text, tokenizer or flags, are replaced",
     )
     flags = parser.parse_args(argv)
-    if flags.vocab_size < 257:
+    # The package tokenizers ends the process if it has no memory for so many.
+    if not 257 <= flags.vocab_size <= MOST:
         raise UserError(
-            f"--vocab-size must be at least 257, all bytes and the end token; got "
-            f"{flags.vocab_size}."
+            "--vocab-size must be at least 257, all bytes and the end token, and at most "
+            f"{MOST:,}; got {flags.vocab_size}."
         )
     try:
         done = prepare(

@@ -43,6 +43,7 @@ try:
     from models.errors import UserError
     from models.generation import Generation, Sampling
     from models.training.files import lock
+    from scripts.command import parse_path
 except ModuleNotFoundError as error:
     sys.exit(f"error: no module named {error.name!r}: run pip install -e '.[train]' in a checkout.")
 
@@ -186,11 +187,8 @@ def open_folder(folder: pathlib.Path):
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.absolute() / "checkpoints"
-    try:
-        with lock(folder / "train.lock"), ocp.CheckpointManager(path, options=options) as opened:
-            yield opened
-    except UserError as error:
-        fail(error)
+    with lock(folder / "train.lock"), ocp.CheckpointManager(path, options=options) as opened:
+        yield opened
 
 
 def restore(checkpoints: ocp.CheckpointManager, step: int, state, settings: dict):
@@ -226,7 +224,6 @@ def train(flags):
     losses = {"train": [], "held out": []}
     print(f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters", end=", ")
     print(f"{len(text):,} bytes to train on, {len(held_out):,} held out")
-    # A run goes on with the same ones alone.
     settings = {name: x for name, x in vars(flags).items() if name not in ("data", "out_dir")}
     settings["text"] = hashlib.sha256(text.tobytes() + held_out.tobytes()).hexdigest()
 
@@ -285,15 +282,18 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="values of the flags that are not given")
-    add("--data", type=pathlib.Path, help="text, or a folder of it (default: Python's own source)")
-    add("--out-dir", type=pathlib.Path, default="runs/gpt", help="results; a run there is resumed")
+    add("--data", type=parse_path, help="text, or a folder of it (default: Python's own source)")
+    add("--out-dir", type=parse_path, default="runs/gpt", help="results; a run there is resumed")
     add("--attention", default="auto", help="the `implementation` of pallas_flash.attention")
     add("--num-kv-heads", type=number(int, 1), help="(default: --num-heads)")
     for name, x in CPU.items():
         kind = number(type(x), 0 if name == "seed" else 1 if type(x) is int else 1e-9)
         add(f"--{name.replace('_', '-')}", type=kind, help=f"(default: {x})")
     parser.set_defaults(**PRESETS[parser.parse_known_args(argv)[0].preset])
-    train(parser.parse_args(argv))
+    try:
+        train(parser.parse_args(argv))
+    except (UserError, OSError) as error:
+        fail(error)
 
 
 if __name__ == "__main__":

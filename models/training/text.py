@@ -134,8 +134,8 @@ def read_files(data: str | None, out_dir: str) -> tuple[list[tuple[str, bytes]],
     runs, and files with a zero byte near their start.
     """
     root, own = Path(data or sysconfig.get_path("stdlib")), Path(out_dir).resolve()
-    if not root.exists():
-        raise UserError(f"`data` must be a file or a folder; got {str(root)!r}: no such file.")
+    if not (root.is_file() or root.is_dir()):
+        raise UserError(f"`data` must be a file or a folder; got {str(root)!r}, which is neither.")
     if root.resolve() == own or is_run_folder(root):
         raise UserError(
             f"`data` must be text, not the folder of a run; got {str(root)!r}: pass another --data "
@@ -167,7 +167,10 @@ def read_files(data: str | None, out_dir: str) -> tuple[list[tuple[str, bytes]],
             elif content:
                 files.append((name, content))
     if not files:
-        raise UserError(f"`data` must have text in it; found none in {str(root)!r}: pass --data.")
+        but = f" ({why_left_out(left_out)})" if left_out else ""
+        raise UserError(
+            f"`data` must have text in it; found none in {str(root)!r}{but}: pass another --data."
+        )
     return sorted(files), sorted(left_out)
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from models.engine import Engine, Sampling
-from models.tokens import FromFolder, utf8
+from models.tokens import FromFolder
 from scripts.command import UserError
 from scripts.generation.requests import PAGE_SIZE, TOO_LARGE, make_engine
 from scripts.generation.source import Source, explained
@@ -26,7 +26,7 @@ def converse(
     """
     say("a chat: Ctrl-C ends an answer, Ctrl-D the chat")
     assert isinstance(source.tokens, FromFolder)  # Others have no template.
-    messages = [] if flags.system is None else [{"role": "system", "content": utf8(flags.system)}]
+    messages = [] if flags.system is None else [{"role": "system", "content": flags.system}]
     with explained(TOO_LARGE):
         pages = -(-min(source.model.config.context, MOST) // PAGE_SIZE)
         engine = make_engine(flags, source, pages, slots=1)
@@ -37,7 +37,7 @@ def converse(
                 return
             if not line.strip():
                 continue
-            messages.append({"role": "user", "content": utf8(line.rstrip("\r\n"))})
+            messages.append({"role": "user", "content": line.rstrip("\r\n")})
             tokens = source.tokens.encode_messages(messages)
             if len(tokens) > engine.max_length:
                 raise UserError(

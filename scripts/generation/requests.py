@@ -44,6 +44,23 @@ class Line:
     sampling: Sampling
 
 
+def read_text(flag: str, path: pathlib.Path) -> str:
+    """Return the text of a flag's file, or for - of the standard input, without a byte order mark.
+
+    Raises:
+        UserError: It cannot be read, or is no text.
+    """
+    try:
+        if str(path) == "-":
+            text = sys.stdin.read()
+        else:
+            with open(path, encoding="utf-8", newline="") as file:
+                text = file.read()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{flag} must be text; got {path}: {why(error)}.") from None
+    return text.removeprefix("\ufeff")
+
+
 def read_requests(
     path: pathlib.Path,
     source: Source,
@@ -61,11 +78,8 @@ def read_requests(
     Raises:
         UserError: The file cannot be read, or a line is no request.
     """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--requests must be text; got {path}: {why(error)}.") from None
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = enumerate(read_text("--requests", path).split("\n"), 1)
+    lines = [(n, line) for n, line in lines if line.strip()]
     if not lines:
         raise UserError(f"--requests must have a request; got none in {path}.")
     requests = []
@@ -82,10 +96,13 @@ def _request(number: int, line: str, source: Source, encode, defaults) -> Line:
     """Return the request of a line."""
     try:
         fields = json.loads(line)
-    except ValueError:
+        json.dumps(fields, ensure_ascii=False).encode()  # an escape may be half of a letter
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        raise UserError('a request must be like {"prompt": "text"} or {"messages": [..]}.')
+        raise UserError(
+            'a request must be JSON in UTF-8, like {"prompt": "text"} or {"messages": [..]}.'
+        )
     given = {name: x for name, x in fields.items() if name in FIELDS}
     if unknown := fields.keys() - FIELDS - {"prompt", "messages", "id"}:
         known = ", ".join(sorted(FIELDS))
@@ -180,8 +197,8 @@ def write_answers(
 
 @contextlib.contextmanager
 def _opened(path: pathlib.Path | None) -> Iterator[TextIO]:
-    """Give the file to write, which is the standard output without a path."""
-    if path is None:
+    """Give the file to write; - is the standard output, as without a path."""
+    if path is None or str(path) == "-":
         yield sys.stdout
         return
     try:

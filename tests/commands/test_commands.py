@@ -15,6 +15,7 @@ from support import children
 from support.repository import assert_none
 
 from scripts.benchmarks import bench_attention, bench_pages, run
+from scripts.command import command
 from scripts.maintenance import inspect_kernels
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -217,6 +218,21 @@ def test_a_stop_is_quiet(monkeypatch, folder):
     monkeypatch.setattr(run.Bench, "run", stopped)
     with pytest.raises(SystemExit, match="interrupted"):
         bench_attention.main(RUN.split())
+
+
+def test_closed_streams_are_empty(monkeypatch):
+    """By the shell, as in `<&-`: Python has none then."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+
+    @command
+    def main():
+        print("lost", file=sys.stderr)
+        return sys.stdin.isatty(), sys.stdin.read()
+
+    assert main() == (False, "")
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()
 
 
 def test_closed_pipe_ends_quietly():

@@ -354,7 +354,7 @@ def test_folder_that_is_none_is_refused(refused, weights, changed, tmp_path):
     folder = changed(tokenizer="{", generation_config="[]")
     assert "must be a JSON object; got other text" in refused(folder, "--prompt", "a")
     (folder / "generation_config.json").unlink()
-    assert "must have a tokenizer.json that the package" in refused(folder, "--prompt", "a")
+    assert "must be a tokenizer.json that the package" in refused(folder, "--prompt", "a")
 
 
 MISTAKES = {
@@ -366,7 +366,7 @@ MISTAKES = {
     "--prompt a --min-p 0": "--min-p must be above 0",
     "--prompt a --chat": "--chat must come with a chat template",
     "--prompt a --attention triton": "--attention must be one that serves the call; got 'triton'",
-    "--prompt \udcff": "--prompt must be UTF-8; got '\\udcff'",
+    "--prompt \udcff": "a text must be UTF-8; got '\\udcff'",
     "--prompt a --devices 3": "--devices must be at most 1, which JAX shows; got 3.",
     "--prompt a --system b": "--system must come with a chat; got none",
     "--prompt a --drafts 2": "--cache, --drafts, --draft and --batch-invariant must come with --re",
@@ -606,7 +606,8 @@ def test_requests_are_answered(changed, run, tmp_path):
         {"messages": [{"role": x, "content": "a"} for x in ("user", "assistant", "user")]},
     ]
     path, out = tmp_path / "requests", tmp_path / "out"
-    path.write_text("\n\n".join(map(json.dumps, lines)))
+    # As some editors write it.
+    path.write_text("\r\n\r\n".join(map(json.dumps, lines)), encoding="utf-8-sig", newline="")
     assert run(folder, "--requests", path, "--out", out, *GREEDY).out == ""
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     named = {(x["id"], x["sample"]): x for x in answers}
@@ -616,13 +617,26 @@ def test_requests_are_answered(changed, run, tmp_path):
     assert (named["b", 0]["tokens"], named["b", 0]["end"]) == (3, "length")
     assert named[3, 0]["text"] != named[3, 1]["text"]
     assert all(x["log_probability"] < 0 for x in answers)
+    assert run(folder, "--requests", path, "--out", "-", *GREEDY).out == out.read_text()
+    with pytest.raises(ValueError, match=r"a text must be UTF-8; got '\\ud800'"):
+        FromFolder(folder).encode_messages([{"role": "user", "content": "\ud800"}])
 
 
 @pytest.mark.parametrize(
     ("line", "words", "said"),
     [
-        ("{", [], "line 1 of {path}: a request must be like"),
-        ('{"prompt": "a", "messages": []}', [], "line 1 of {path}: a request must be like"),
+        ("{", [], "line 1 of {path}: a request must be JSON in UTF-8, like"),
+        ("[" * 100_000, [], "line 1 of {path}: a request must be JSON in UTF-8, like"),
+        (
+            '{"prompt": "a", "id": "\\ud800"}',
+            [],
+            "line 1 of {path}: a request must be JSON in UTF-8",
+        ),
+        (
+            '{"prompt": "a", "messages": []}',
+            [],
+            "line 1 of {path}: a request must be JSON in UTF-8",
+        ),
         ('{"prompt": ""}', [], "line 1 of {path}: `prompt` must be a text with a character."),
         ('{"prompt": "a", "top": 3}', [], "line 1 of {path}: `top` must be one of id, prompt"),
         ('{"prompt": "a", "top_k": 0}', [], "line 1 of {path}: `top_k` must be an int of at least"),

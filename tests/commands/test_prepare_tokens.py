@@ -181,12 +181,16 @@ OTHER = ["--tokenizer", "OTHER", "--end-token", "<end>"]
 MISTAKES = [
     ("NO", [], "DATA must be a file or a folder; got "),
     ("TEXT", ["--vocab-size", "256"], "--vocab-size must be at least 257, all bytes and the end"),
-    ("TEXT", ["--tokenizer", "missing.json"], "must have a missing.json that the package tok"),
+    ("TEXT", ["--vocab-size", "2000000000"], "and the end token, and at most 1,048,576; got 20"),
+    ("/dev/null", [], "DATA must be a file or a folder; got '/dev/null', which is neither."),
+    ("TEXT", ["--tokenizer", "no.json"], "no.json must be a tokenizer.json that the package tok"),
     ("TEXT", ["--end-token", "<no>"], "--end-token must be a token that ends a document; got '<"),
+    ("TEXT", ["--end-token", ""], "--end-token must be a token that ends a document; got '', wh"),
     ("TEXT", ["--tokenizer", "OTHER"], "--end-token must be a token that ends a document; got 70"),
     ("TEXT", ["--out-dir", "HERE"], "--out-dir must be new, empty, or a folder of this script;"),
     ("latin", [], "DATA must be UTF-8; got other bytes in 'latin': leave that file out."),
     ("none", [], "DATA must have text in it; found none in"),
+    ("utf16", [], "have zero bytes and are no UTF-8: utf16): pass another DATA."),
     ("blank.jsonl", [], "DATA must have text in it; got 2 empty documents"),
     ("named", OTHER, "write a name as text; got '<end>', which is always its special token"),
     *(
@@ -212,6 +216,7 @@ LINES = {
 def test_mistakes_end_in_one_sentence(corpus, changed, tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "none").touch()
+    (tmp_path / "utf16").write_text("text", encoding="utf-16")
     (tmp_path / "named").write_text("w1 <end> w2")
     for name, line in LINES.items():
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": ""}}\n{line}\n')

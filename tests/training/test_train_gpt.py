@@ -148,6 +148,7 @@ def test_other_settings_are_refused_by_name(words):
             "error: --data must be text, of more bytes on both sides than a ",
         ),
         (f"--out-dir {__file__}", "error: --out-dir must be new, or have a run of this script; g"),
+        ("--out-dir /proc/run", "error: [Errno 2] No such file or directory: '/proc/run'"),
         ("--out-dir models", "error: --out-dir must be new, or have a run of this script; got "),
         ("--features 15", "error: --features must be a multiple of --num-heads; got 15 and 2"),
         (
@@ -165,11 +166,13 @@ def test_mistake_is_one_sentence(words, more, fragment):
     assert "\n" not in caught.value.code
 
 
-@pytest.mark.parametrize("more", ["--steps 0", "--steps many", "--preset huge", "--stepz 3"])
+@pytest.mark.parametrize(
+    "more", ["--steps 0", "--steps many", "--preset huge", "--data=", "--stepz 3"]
+)
 def test_wrong_flag_is_named(words, more, capsys):
     with pytest.raises(SystemExit):
         main([*words, *more.split()])
-    assert f"error: {'unrec' if 'stepz' in more else 'argument ' + more[:7]}" in (
+    assert f"error: {'unrec' if 'stepz' in more else 'argument ' + more[:6]}" in (
         capsys.readouterr().err
     )
 
