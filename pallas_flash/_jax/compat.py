@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def abstract_device():
@@ -232,6 +232,20 @@ def vary_alike(tree):
         return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
 
     return jax.tree.map(vary, tree)
+
+
+def on_mesh(around, shardings) -> tuple[Mesh, list[NamedSharding]]:
+    """Return a program's mesh, and the shardings that XLA has chosen by the axes of that mesh.
+
+    `custom_partitioning` looks for a mesh in the arguments of the program, and in `with mesh`. It
+    does not know the one of `jax.set_mesh`, which is `around` as an abstract mesh.
+    """
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    devices = np.array(shardings[0]._device_assignment).reshape(around.axis_sizes)
+    mesh = Mesh(devices, around.axis_names)
+    specs = [parse_flatten_op_sharding(x._hlo_sharding, mesh)[0] for x in shardings]
+    return mesh, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
 
 
 def shared(x, tree) -> bool:

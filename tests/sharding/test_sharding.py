@@ -138,6 +138,20 @@ check_nothing_is_gathered_for_kernels = functools.partial(
 )
 
 
+def check_a_mesh_that_no_argument_has(kind):
+    """JAX does not know it, and the program divides arrays that come whole."""
+    mesh, arguments = make_mesh(kind), draw(12)
+    divide = jax.lax.with_sharding_constraint if kind == "auto" else jax.sharding.reshard
+
+    def divided(implementation):
+        run = gradients(implementation)
+        return lambda whole: run({name: divide(x, SPECS[name]) for name, x in whole.items()})
+
+    with jax.set_mesh(mesh):
+        compare(divided, "xla", arguments, arguments, [])
+        compare(gradients, "interpret", arguments, arguments)
+
+
 def check_shared_operands_cost_a_sum(kind):
     mesh, arguments = make_mesh(kind), draw(12, "bias")
     # The sum has the 6 heads of one device.
@@ -534,6 +548,7 @@ def main(name, kind):
 # Each takes its programs seconds to compile.
 FIRST = [
     ("nothing_is_gathered", "auto"),
+    ("a_mesh_that_no_argument_has", "auto"),
     ("a_shard_map_of_the_user", "auto"),
     ("a_mapped_axis_is_divided", "explicit"),
     ("arrays_are_divided_anyhow", "explicit"),

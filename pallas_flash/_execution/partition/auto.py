@@ -22,6 +22,7 @@ from pallas_flash._execution.partition.shards import (
     run_on_shard,
     shards_of,
 )
+from pallas_flash._jax import compat
 from pallas_flash._problem.problem import Problem
 
 
@@ -73,9 +74,14 @@ def _partitioned(on_shard: Callable, problem: Problem, axes_in, axes_out, num_ma
         num_mapped: the number of axes that `jax.vmap` has put in front; their letters are digits.
     """
 
+    around = jax.sharding.get_abstract_mesh()
+
     def partition(mesh, args, results):
         del results
-        names = [names_of(x.sharding.spec, len(x.shape)) for x in args]
+        shardings = [x.sharding for x in args]
+        if mesh.empty:
+            mesh, shardings = compat.on_mesh(around, shardings)
+        names = [names_of(s.spec, len(x.shape)) for s, x in zip(shardings, args, strict=True)]
         operands = len(jax.tree.leaves(problem))
         check_features(mesh, problem, axes_in[:operands], names[:operands])
         axes_of_letter: dict[str, tuple[str, ...]] = {}
