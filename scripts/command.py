@@ -50,7 +50,8 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
     def ending(*arguments, **options):
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:  # the shell has closed it
-                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the end
+                # Until the process ends.
+                setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         # The terminal may lack characters of what is printed.
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         try:

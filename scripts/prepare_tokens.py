@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="other tokens in the folder, of another text, tokenizer or flags, are replaced",
     )
     flags = parser.parse_args(argv)
-    # The package tokenizers ends the process if it has no memory for so many.
+    # The package tokenizers ends the process if it has no memory for them.
     if not 257 <= flags.vocab_size <= MOST:
         raise UserError(
             "--vocab-size must be at least 257, all bytes and the end token, and at most "

@@ -334,7 +334,6 @@ def attention(
     The algorithm is FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     check_choices(return_residual, return_lse, reproducible, context_parallelism)
-    query = held(query)
     problem = validate(
         query,
         key,
@@ -376,7 +375,7 @@ def attention(
     elif return_residual:
         results.append(linear_map.constant(lse).astype(problem.dtype))
     results += [_max_over_rows(x, sequence_axis) for x in row_maxima]
-    results = [x[0] for x in results] if query.ndim == 3 else results
+    results = [x[0] for x in results] if held(query).ndim == 3 else results
     return tuple(results) if len(results) > 1 else results[0]
 
 

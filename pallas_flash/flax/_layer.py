@@ -173,8 +173,7 @@ class SelfAttention(nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.is_causal = is_causal
         self.rope_theta, self.rope = rope_theta, rope
-        self.scale = scale
-        self.local_window_size = local_window_size
+        self.scale, self.local_window_size = scale, local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.dropout_rate = share_to_drop("dropout_rate", dropout_rate)
         self.broadcast_dropout = broadcast_dropout

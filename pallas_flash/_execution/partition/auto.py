@@ -73,15 +73,14 @@ def _partitioned(on_shard: Callable, problem: Problem, axes_in, axes_out, num_ma
         axes_out: the letters of each result.
         num_mapped: the number of axes that `jax.vmap` has put in front; their letters are digits.
     """
-
     around = jax.sharding.get_abstract_mesh()
 
     def partition(mesh, args, results):
         del results
-        shardings = [x.sharding for x in args]
+        of_args = [x.sharding for x in args]
         if mesh.empty:
-            mesh, shardings = compat.on_mesh(around, shardings)
-        names = [names_of(s.spec, len(x.shape)) for s, x in zip(shardings, args, strict=True)]
+            mesh, of_args = compat.on_mesh(around, of_args)
+        names = [names_of(s.spec, len(x.shape)) for s, x in zip(of_args, args, strict=True)]
         operands = len(jax.tree.leaves(problem))
         check_features(mesh, problem, axes_in[:operands], names[:operands])
         axes_of_letter: dict[str, tuple[str, ...]] = {}
