@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Int32, Shaped
 import pallas_flash
 from models import checkpoint
 from models.config import DecoderConfig
+from models.errors import check_int
 from models.rope import Rope
 from models.sharding import Layout
 from pallas_flash.flax import KVCache, PagedKVCache, SelfAttention
@@ -298,7 +299,7 @@ class Decoder(nnx.Module):
                 layout.place(name, part)
             return part
 
-        self.config, self.layout = config, layout
+        self.config, self.layout, self._groups = config, layout, None
         self.embedding = placed("embedding", Embedding(config.vocab_size, config, rngs))
         self.position_embedding = (
             placed("position_embedding", Embedding(config.context, config, rngs))
@@ -348,7 +349,8 @@ class Decoder(nnx.Module):
                 others are padding. None: all are real. A row beyond the cache's room gives NaN.
             requests: For the pages of `init_pages`, as `pallas_flash.paged_attention` has them:
                 (key_value_seq_lengths, page_indices) with `tokens` [R, T], or with cu_seqlens_q and
-                `tokens` [tokens]; the result has no other axes.
+                `tokens` [tokens]; the result has no other axes. With `groups` of layers, there are
+                `page_indices` of each group, [groups, R, pages].
 
         Raises:
             ValueError: The arguments do not fit each other, the model or the cache.
@@ -357,9 +359,10 @@ class Decoder(nnx.Module):
         where: dict[str, Any]
         if decode:
             self._check_room()
+        of_layers: list[Any] = [None] * len(self.layers)
         if decode and requests is not None:
-            where = dict(decode=True, requests=requests)
-            positions = self._cache(PagedKVCache).positions(tokens[..., None], requests)
+            where, of_layers = dict(decode=True), self._requests_of_layers(requests)
+            positions = self._cache(PagedKVCache).positions(tokens[..., None], of_layers[0])
         elif decode:
             where = dict(decode=True, seq_lengths=lengths)
             positions = self._cache(KVCache).positions(tokens.shape[1])
@@ -376,17 +379,30 @@ class Decoder(nnx.Module):
         if self.config.scale_embedding:
             x = x * jnp.asarray(math.sqrt(self.config.features), x.dtype)
 
-        def through(layer, x):
-            return layer(x, **where)
+        def through(layer, x, requests):
+            return layer(x, requests=requests, **where)
 
         if self.config.remat and not decode:
             through = nnx.remat(through, policy=pallas_flash.save_residuals)
         # Activations of decoding follow the parameters.
         lay = self.layout.stream if self.layout is not None and not decode else lambda x: x
         x = lay(x)
-        for layer in self.layers:
-            x = lay(through(layer, x))
+        for layer, requests in zip(self.layers, of_layers, strict=True):
+            x = lay(through(layer, x, requests))
         return self.norm(x)
+
+    def _requests_of_layers(self, requests: tuple[Array, ...]) -> list[tuple[Array, ...]]:
+        """Return the `requests` of each layer."""
+        if self._groups is None:
+            return [requests] * len(self.layers)
+        lengths, page_indices, *starts = requests
+        shape, count = jnp.shape(page_indices), max(self._groups) + 1
+        if len(shape) != 3 or shape[0] < count:
+            raise ValueError(
+                f"`requests` must have page_indices [groups, R, pages] for {count} groups of "
+                f"layers; got {shape}."
+            )
+        return [(lengths, page_indices[group], *starts) for group in self._groups]
 
     def _cache(self, kind: type) -> Any:
         """Return the cache of a layer; all have its lengths. It is no ring, if one is not."""
@@ -417,7 +433,8 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: The texts are longer than the learned positions, or a number is no size.
         """
-        _check_sizes(batch=batch, length=length)
+        check_int("batch", batch)
+        check_int("length", length)
         self._check_length("length", length)
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
         for number, layer in enumerate(self.layers):
@@ -444,7 +461,13 @@ class Decoder(nnx.Module):
             )
 
     def init_pages(
-        self, pages: int, page_size: int, dtype: str | None = None, *, length: int | None = None
+        self,
+        pages: int,
+        page_size: int,
+        dtype: str | None = None,
+        *,
+        length: int | None = None,
+        groups: Sequence[int] | None = None,
     ) -> None:
         """Make empty pages in every layer, which requests share.
 
@@ -454,15 +477,30 @@ class Decoder(nnx.Module):
             dtype: Type of the pages, quantised in int8 and float8_e4m3fn; None is the activations'.
             length: Longest text, by which longrope chooses as in `init_cache`; None is what the
                 pages hold, or the context.
+            groups: The group of each layer. The n-th layers of all groups share their pages, and a
+                page is of one group. None is one group, and no axis of groups in `page_indices`.
 
         Raises:
             TypeError: `dtype` is none of a cache.
-            ValueError: A number is no size.
+            ValueError: A number is no size, or `groups` are not of these layers.
         """
-        _check_sizes(pages=pages, page_size=page_size)
+        check_int("pages", pages)
+        check_int("page_size", page_size)
+        layers = len(self.layers)
+        if groups is not None and (len(groups) != layers or min(groups) < 0):
+            raise ValueError(
+                f"`groups` must be {layers} numbers of at least 0, one for each layer; got "
+                f"{[*groups]}."
+            )
         heads = None if self.layout is None else self.layout.sharding(None, None, "tensor")
-        for layer in self.layers:
-            layer.attention.init_pages(pages, page_size, dtype, sharding=heads)
+        self._groups = None if groups is None else tuple(groups)
+        caches = []
+        for number, layer in enumerate(self.layers):
+            rank = number if groups is None else groups[:number].count(groups[number])
+            if rank == len(caches):
+                layer.attention.init_pages(pages, page_size, dtype, sharding=heads)
+                caches.append(layer.attention.cache)
+            layer.attention.cache = caches[rank]
         self._set_room(length or min(pages * page_size, self.config.context))
 
     @classmethod
@@ -553,12 +591,6 @@ class Decoder(nnx.Module):
                 f"`{name}` must be no longer than the {self.config.context} learned positions; got "
                 f"{length}."
             )
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"`{name}` must be an int of at least 1; got {size!r}.")
 
 
 def _count(length: int, segment_ids, order) -> Int32[Array, "#B T"]:

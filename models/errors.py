@@ -1,8 +1,11 @@
-"""The errors of commands: a mistake ends in one sentence, which names the file if there is one."""
+"""Mistakes of users: each ends in one sentence, which names the argument, or the file."""
 
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 
 class UserError(ValueError):
@@ -30,3 +33,11 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device, or the memory that JAX gives out on it, was too small."""
     return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def check_int(name: str, value: Any, least: int = 1, *, optional: bool = False) -> None:
+    """Raise if an argument is no int from `least` on, and is not None where it is `optional`."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (whole and value >= least) and not (optional and value is None):
+        none = ", or None" if optional else ""
+        raise ValueError(f"`{name}` must be an int of at least {least}{none}; got {value!r}.")

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
 from models.decoder import Decoder
+from models.errors import check_int
 
 # Temperatures above are all alike. Float32 has this one and its reciprocal as normal numbers.
 HOTTEST = 1e37
@@ -44,17 +45,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        number, whole = (int, float, np.number), (int, np.integer)
-        t, k = self.temperature, self.top_k
+        number, t = (int, float, np.number), self.temperature
         if not isinstance(t, number) or not 0 <= t < math.inf:
             raise ValueError(f"`temperature` must be a finite number of at least 0; got {t!r}.")
-        if k is not None and not (isinstance(k, whole) and k >= 1):
-            raise ValueError(f"`top_k` must be an int of at least 1, or None; got {k!r}.")
+        check_int("top_k", self.top_k, optional=True)
         for name in ("top_p", "min_p"):
             p = getattr(self, name)
             if p is not None and not (isinstance(p, number) and 0 < p <= 1):
                 raise ValueError(f"`{name}` must be above 0 and at most 1, or None; got {p!r}.")
-        if not isinstance(self.seed, whole):
+        if not isinstance(self.seed, int | np.integer):
             raise ValueError(f"`seed` must be an int; got {self.seed!r}.")
 
 
@@ -368,7 +367,7 @@ def _read(structure, sampling, cache, params, tokens, texts, lengths, seeds, n, 
     stream = model.stream(texts, decode=True, lengths=lengths)
     # The logits of all tokens would be larger than all else.
     last = stream[jnp.arange(len(texts)), lengths - 1]
-    drawn = draw(model.logits(last), _keys(seeds, n), sampling)
+    drawn = draw(model.logits(last), keys_of(seeds, n), sampling)
     tokens, *cache = (
         jax.lax.dynamic_update_slice_in_dim(x, y, first, axis=0)
         for x, y in zip((tokens, *cache), (drawn, *_cache_of(model)), strict=True)
@@ -380,21 +379,21 @@ def _step(structure, sampling, cache, params, tokens, seeds, n):
     """Return the token after one token of each text, and the cache."""
     model = structure.model(cache, params)
     logits = model(tokens[:, None], decode=True)[:, -1]
-    return draw(logits, _keys(seeds, n), sampling), _cache_of(model)
+    return draw(logits, keys_of(seeds, n), sampling), _cache_of(model)
 
 
 def _cache_of(model: Decoder) -> list[Array]:
     return jax.tree.leaves(nnx.state(model, nnx.Cache))
 
 
-def _keys(seeds: UInt32[Array, "B numbers"], n: Int32[Array, ""]) -> Key[Array, " B"]:
+def keys_of(seeds: UInt32[Array, "B numbers"], n: Int32[Array, "*B"]) -> Key[Array, " B"]:
     """Return the key of token `n` of each text."""
 
-    def key(numbers):
+    def key(numbers, n):
         seed, *rest = numbers
         return functools.reduce(jax.random.fold_in, (*rest, n), jax.random.key(seed))
 
-    return jax.vmap(key)(seeds)
+    return jax.vmap(key)(seeds, jnp.broadcast_to(n, len(seeds)))
 
 
 def _seeds(seed: int, prompts: Sequence[Sequence[int]]) -> np.ndarray:

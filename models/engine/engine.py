@@ -8,29 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.engine.program import FIELDS, PAGE, programs
+from models.engine.pages import Groups, default_step
+from models.engine.program import DRAWS, LIMITS, PAGES, TOKEN, Device
 from models.engine.sampling import DRAWN, GREEDY, KINDS, LIMITED, Sampling
 from models.engine.scheduler import Part, Request, Scheduler
-from models.generation import Structure, check_tokens, take_apart
+from models.errors import check_int
+from models.generation import check_tokens
 from models.tokens import TextStream
 
 CACHE_DTYPES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"
-# Sizes of the programs that take prompts, each a quarter of the one before; the first, in tokens;
-# and the only one of a batch-invariant engine.
-SIZES, MOST, MOST_INVARIANT = 3, 2048, 128
-
-
-def bytes_of_token(config: DecoderConfig, cache_dtype: str | None) -> int:
-    """Return the bytes of a token's keys and values in all layers, with their scales."""
-    size = jnp.dtype(cache_dtype or config.compute_dtype).itemsize
-    row = config.head_dim * size + (4 if size == 1 else 0)
-    return config.num_layers * 2 * config.num_kv_heads * row
+# Sizes of the programs that take prompts, each a quarter of the one before.
+SIZES = 3
 
 
 class Answer:
@@ -80,15 +72,14 @@ class Answer:
         return f"Answer(id={self.id}, sample={self.sample}, {len(self.tokens)} tokens, {self.end})"
 
 
-@dataclasses.dataclass(eq=False)
-class _Text:
-    """A continuation and its place in the scheduler."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Text(Request):
+    """A continuation."""
 
     answer: Answer
-    request: Request
     sampling: Sampling
     stop_tokens: frozenset[int]
-    following: Sequence[int] = ()  # the token after each one of a request that is scored
+    following: Sequence[int]  # the token after each one of a text that is scored, or none
 
     def end(self, token: int) -> str | None:
         """Return why the text ends with a token; None if it goes on."""
@@ -96,7 +87,7 @@ class _Text:
             return "stop"
         if len(self.answer.tokens) == self.sampling.max_tokens:
             return "length"
-        return "full" if len(self.request.tokens) == self.request.most else None
+        return "full" if len(self.tokens) == self.most else None
 
 
 class Engine:
@@ -108,7 +99,9 @@ class Engine:
     Args:
         model: The model. Its parameters are not copied.
         tokenizer: For texts and messages, as in `models.tokens`; by default, prompts are tokens.
-        pages: Number of pages of the cache, for the tokens of all texts that are continued at once.
+        pages: Memory of the cache, for all texts that are continued at once: each page holds
+            `page_size` tokens of all layers. A layer with a window keeps only what the window
+            sees, and its memory serves other layers and texts.
         page_size: Tokens of a page. Texts share whole pages.
         cache_dtype: Type of keys and values: float32, bfloat16, float16, or quantised int8 and
             float8_e4m3fn; None is the activations'.
@@ -116,14 +109,15 @@ class Engine:
         max_tokens_per_step: Most tokens that a step computes, a power of two above
             `max_requests * (1 + drafts)`; None is 2048, or 128 with `batch_invariant`, or more
             where that is too few.
-        max_length: Most tokens that the model reads of a text; None are its context, or all pages.
-            By it, the rotary positions of longrope are chosen.
+        max_length: Most tokens that the model reads of a text; None are its context, or what the
+            pages hold. By it, the rotary positions of longrope are chosen.
         drafts: Most tokens of a text that a step guesses and checks, beside the one that it knows.
             A guess is what has followed the last three tokens before. The answers stay the same.
             Then a step waits for the tokens of the step before.
         draft: A smaller model of the same tokens, which guesses instead. It draws with the noise of
-            the tokens that it guesses, and has pages of its own under the same numbers. Texts with
-            a repetition penalty are not guessed.
+            the tokens that it guesses, and has pages of its own under the same numbers. Pages of
+            windows are freed if its layers are of the same kinds as the model's: with a window,
+            without one, or both. Texts with a repetition penalty are not guessed.
         batch_invariant: Whether tokens and log-probabilities of a text have the same bits whatever
             the engine computes beside it, see docs/batch-invariance.md. All attention then has this
             option. One program serves every step; it is compiled here.
@@ -157,44 +151,27 @@ class Engine:
         self._invariant, self._scoring = batch_invariant, False
         self._vocab_size, self._tokenizer = model.config.vocab_size, tokenizer
         self._page_size, self._drafts = page_size, drafts
-        self.max_length = min(context, pages * page_size, max_length)
-        windows = [x.config.local_window_of(0) if all(x.config.sliding) else None for x in models]
-        left = None if None in windows else max(window[0] for window in windows if window)
+        groups = Groups.of_models([part.config for part in models], page_size, most)
+        pages = -(-pages * model.config.num_layers // groups.size)
+        self.max_length = min(context, max_length, groups.longest(pages))
         guess = Request.guess if draft is None else _unknown
-        self._scheduler = Scheduler(pages, page_size, max_requests, left, drafts, guess)
-        self._structures: tuple[Structure, ...] = ()
-        cache, self._params = [], []
-        for part in models:
-            copy = nnx.merge(*nnx.split(part))
-            for layer in copy.layers:
-                layer.attention.batch_invariant = batch_invariant or part.config.batch_invariant
-            copy.init_pages(pages, page_size, cache_dtype, length=self.max_length)
-            structure, *arrays = take_apart(copy)
-            self._structures += (structure,)
-            cache += arrays[0]
-            # Programs see where arrays are, and whether they must stay there.
-            self._params += jax.device_put(arrays[1], [x.sharding for x in arrays[1]])
-        # The arrays of a step on the device, and their shardings, which steps keep.
-        columns = -(-self.max_length // page_size)
-        whole = cache[0].sharding if model.layout is None else model.layout.sharding()
-        self._places = [x.sharding for x in cache], whole, whole, whole
-        state = (
-            cache,
-            np.zeros(max_requests, np.int32),
-            np.zeros((max_requests, columns), np.int32),
-            np.zeros((max_requests, self._vocab_size), bool),
-        )
-        self._state = jax.device_put(state, self._places)
-        # The same on the host.
-        self._slots = np.zeros((max_requests, FIELDS), np.int32)
-        self._slots[:, PAGE] = -1
-        self._table = np.zeros((max_requests, columns), np.int32)
+        self._scheduler = Scheduler(pages, groups, max_requests, drafts, guess)
+        table = groups.count, max_requests, -(-self.max_length // page_size)
+        self._slots = np.zeros((max_requests, PAGES.start + groups.count), np.int32)
+        self._slots[:, PAGES] = -1
+        self._table = np.zeros(table, np.int32)
         sizes = [most // 4**n for n in range(1 if batch_invariant else SIZES - bool(drafts))]
         self._sizes = [size for size in reversed(sizes) if size > max_requests]
         self._size_of_drafts = -(-max_requests * (1 + drafts) // 8) * 8
-        self._made: dict[tuple[int, int], Any] = {}
+        copies = []
+        for part, of_layers in zip(models, groups.layers, strict=True):
+            copies.append(copy := nnx.merge(*nnx.split(part)))
+            for layer in copy.layers:
+                layer.attention.batch_invariant |= batch_invariant
+            length = self.max_length
+            copy.init_pages(pages, page_size, cache_dtype, length=length, groups=of_layers)
+        self._device = Device(copies, table, page_size, (*self._sizes, self._size_of_drafts))
         self._texts: dict[int, list[_Text]] = {}
-        self._of_request: dict[Request, _Text] = {}
         self._next_id, self._flying = 0, None
         self._changed: list[Answer] = []
         if batch_invariant:
@@ -215,7 +192,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """Number of programs that are compiled."""
-        return sum(program._cache_size() for program in self._made.values())
+        return self._device.programs
 
     def warm_up(self, sampling: Sampling | None = None) -> int:
         """Compile the programs that requests may need, and return how many there are.
@@ -228,7 +205,7 @@ class Engine:
                 self._call(size, kind, self._slots.copy(), [])
             if self._drafts:
                 self._call(self._size_of_drafts, kind, self._slots.copy(), [], self._drafts)
-        jax.block_until_ready(self._state)
+        jax.block_until_ready(self._device.state)
         return self.programs
 
     def submit(
@@ -271,15 +248,17 @@ class Engine:
             stops = () if words is None else words.stop_tokens
         make = words and functools.partial(TextStream, words.decode, tokens, sampling.stop)
         id, self._next_id = self._next_id, self._next_id + 1
-        self._texts[id] = []
-        for sample in range(sampling.samples):
-            # For a penalty, steps must see all tokens that the text has; and to score them.
-            shares = sampling.repetition_penalty == 1 and not following
-            request, answer = Request(list(tokens), most, shares), Answer(id, sample, tokens, make)
-            text = _Text(answer, request, sampling, frozenset(stops), following)
-            self._of_request[request] = text
-            self._texts[id].append(text)
-            self._scheduler.add(request)
+        # For a penalty, steps must see all tokens that the text has; and to score them.
+        shares = sampling.repetition_penalty == 1 and not following
+        how: dict[str, Any] = dict(
+            sampling=sampling, stop_tokens=frozenset(stops), following=following
+        )
+        self._texts[id] = [
+            _Text([*tokens], most, shares, answer=Answer(id, n, tokens, make), **how)
+            for n in range(sampling.samples)
+        ]
+        for text in self._texts[id]:
+            self._scheduler.add(text)
         return id
 
     def cancel(self, id: int) -> None:
@@ -381,11 +360,7 @@ class Engine:
         """
         if self.busy:
             raise ValueError("`set_model` needs an engine without requests; it is `busy`.")
-        params = jax.tree.leaves(nnx.state(model, nnx.Param))
-        old, rest = self._params[: (n := self._structures[0].params.num_leaves)], self._params[n:]
-        if [(x.shape, x.dtype) for x in params] != [(x.shape, x.dtype) for x in old]:
-            raise ValueError("`model` must have the shapes and dtypes of the engine's model.")
-        self._params = [*jax.device_put(params, [x.sharding for x in old]), *rest]
+        self._device.set_params(model)
         self._scheduler.pages.forget()
 
     # --------------------------------------------------------------------------------- a step
@@ -416,17 +391,20 @@ class Engine:
         whole = self._invariant or self._scoring
         tokens, following, read = [], [], []
         for part in sorted(parts, key=lambda part: part.slot):
-            request, text, row = part.request, self._of_request[part.request], slots[part.slot]
+            text: Any = part.request
+            row = slots[part.slot]
             kind, end = max(kind, text.sampling.kind), part.start + part.count
             if part.admitted:
                 packed = text.sampling.packed(text.answer.sample)
-                row[PAGE + 1 :] = self._slots[part.slot, PAGE + 1 :] = packed
+                row[LIMITS] = self._slots[part.slot, LIMITS] = packed
             first = 0 if part.admitted else -(-part.start // self._page_size)
-            new = request.pages[first : -(-end // self._page_size)]
-            self._table[part.slot, first : first + len(new)] = [page or 0 for page in new]
-            known = [*request.tokens[part.start : end], *part.draft]
+            new = text.pages[first : -(-end // self._page_size)]
+            for number, pages in enumerate(new, first):
+                self._table[:, part.slot, number] = [page or 0 for page in pages]
+            known = [*text.tokens[part.start : end], *part.draft]
             known += [-1 - part.slot] * (part.count - len(known))
-            row[: PAGE + 1] = known[0], part.count, end, part.draws, new[-1] if new else -1
+            row[TOKEN : DRAWS + 1] = known[0], part.count, end, part.draws
+            row[PAGES] = new[-1] if new else -1
             tokens += known
             following += text.following[part.start : end] or [-1] * part.count
             if part.draws or self._scoring:
@@ -451,14 +429,7 @@ class Engine:
             tokens[: len(new)] = new
         if following is not None:
             following = np.array(following + [-1] * (self._sizes[0] - len(following)), np.int32)
-        if (kind, drafts) not in self._made:
-            shapes = [x.shape for x in jax.tree.leaves(self._state)]
-            shapes = *shapes, *self._sizes, self._size_of_drafts
-            (cache, *rest), how = self._places, (self._page_size, kind, drafts)
-            program = programs(self._structures, how, (tuple(cache), *rest), shapes)
-            self._made[kind, drafts] = program
-        program = self._made[kind, drafts]
-        self._state, drawn = program(self._state, self._params, slots, tokens, table, following)
+        drawn = self._device.compute(kind, drafts, slots, tokens, table, following)
         assert not self._invariant or self.programs == 1
         return drawn
 
@@ -467,17 +438,18 @@ class Engine:
         tokens, logs, *computed = np.asarray(drawn)
         logs = logs.view(np.float32)
         for part, place in parts:
-            if (text := self._of_request.get(part.request)) is None:
-                continue  # It has ended meanwhile.
-            if text.following:  # It has all of its pages from the start, and keeps them.
+            text: Any = part.request
+            if text.answer.end is not None:  # meanwhile
+                continue
+            if text.following:
                 rows = logs[place + 1 - part.count : place + 1 - part.draws]
-                text.answer.log_probabilities += rows.tolist()
+                text.answer.log_probabilities[part.start :] = rows.tolist()
             end = None
             for number in range(1 + len(part.draft) if part.draws else 0):
                 token = int(tokens[place + number])
                 text.answer.tokens.append(token)
                 text.answer.log_probabilities.append(float(logs[place + number]))
-                self._scheduler.took(part.request, token)
+                self._scheduler.took(text, token)
                 end = text.end(token)
                 if end or number == len(part.draft) or computed[0][place + number + 1] != token:
                     break
@@ -485,17 +457,16 @@ class Engine:
             if end is not None:
                 self._end(text, end)
             elif part.draft:
-                self._scheduler.took_back(part.request)
+                self._scheduler.took_back(text)
 
     def _end(self, text: _Text, why: str) -> None:
         """End a continuation."""
-        answer = text.answer
-        answer.end = why
-        self._scheduler.end(text.request)
-        del self._of_request[text.request]
-        self._texts[answer.id].remove(text)
-        if not self._texts[answer.id]:
-            del self._texts[answer.id]
+        text.answer.end = why
+        self._scheduler.end(text)
+        texts = self._texts[text.answer.id]
+        texts.remove(text)
+        if not texts:
+            del self._texts[text.answer.id]
 
 
 def _check(
@@ -506,14 +477,11 @@ def _check(
         if not isinstance(part, Decoder):
             raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
     for name, size in sizes.items():
-        least = 0 if name == "drafts" else 1
-        if size is None and name in ("max_tokens_per_step", "max_length"):
-            continue
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
-            raise ValueError(f"`{name}` must be an int of at least {least}; got {size!r}.")
+        optional = name in ("max_tokens_per_step", "max_length")
+        check_int(name, size, 0 if name == "drafts" else 1, optional=optional)
     most, least = sizes["max_tokens_per_step"], sizes["max_requests"] * (1 + sizes["drafts"])
     if most is None:
-        most = max(MOST_INVARIANT if batch_invariant else MOST, 1 << least.bit_length())
+        most = default_step(sizes["max_requests"], sizes["drafts"], batch_invariant)
     if most & (most - 1) or most <= least:
         raise ValueError(
             f"`max_tokens_per_step` must be a power of two above {least}, what all requests "

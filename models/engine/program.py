@@ -1,36 +1,96 @@
 """The step of the engine on a device: one jitted function of fixed shapes.
 
-The host gives a row of numbers for each slot (`FIELDS` columns), and the tokens that it knows.
+The host gives a row of numbers for each slot, and the tokens that it knows.
 Caches, the page table, the last tokens and which tokens a text has stay on the device.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.decoder import Decoder
 from models.engine.sampling import LIMITED, Limits, draw
-from models.generation import Structure
+from models.generation import Structure, take_apart
 
-# Columns of a step's array of slots, before the columns of `Limits`: the token to compute, if it is
-# the only one and known, else -1; the number of tokens to compute, and of all so far; whether to
-# draw the next one; the page of the only token, if it is new, else -1.
-TOKEN, NEW, LENGTH, DRAWS, PAGE = range(5)
-FIELDS = 5 + len(Limits._fields)
+# Columns of a step's array of slots: the token to compute, if it is the only one and known, else
+# -1; the number of tokens to compute, and of all so far; whether to draw the next one; `Limits`;
+# and the only token's page in each group of layers, if it is new, else -1.
+TOKEN, NEW, LENGTH, DRAWS = range(4)
+LIMITS, PAGES = slice(4, 4 + len(Limits._fields)), slice(4 + len(Limits._fields), None)
 
 
+class Device:
+    """Models with pages, what is known of each slot, and the programs that compute steps.
+
+    Args:
+        models: The model; then the draft model, if there is one. Each has its pages.
+        table: The shape of the page table, (groups, slots, columns).
+        page_size: Tokens of a page.
+        sizes: Sizes of programs.
+
+    Attributes:
+        state: As in `step`.
+        params: The parameters of all models.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Decoder],
+        table: tuple[int, int, int],
+        page_size: int,
+        sizes: tuple[int, ...],
+    ):
+        self._page_size, self._made = page_size, {}
+        self._structures, caches, params = zip(*map(take_apart, models), strict=True)
+        caches, params = ([*itertools.chain(*arrays)] for arrays in (caches, params))
+        # Programs see where arrays are, and whether they must stay there.
+        self.params = jax.device_put(params, [x.sharding for x in params])
+        layout, vocab_size = models[0].layout, models[0].config.vocab_size
+        whole = caches[0].sharding if layout is None else layout.sharding()
+        self._places = tuple(x.sharding for x in caches), whole, whole, whole
+        last, present = np.zeros(table[1], np.int32), np.zeros((table[1], vocab_size), bool)
+        state = tuple(caches), last, np.zeros(table, np.int32), present
+        self.state = jax.device_put(state, self._places)
+        self._shapes = *(x.shape for x in jax.tree.leaves(state)), *sizes
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that are compiled."""
+        return sum(program._cache_size() for program in self._made.values())
+
+    def set_params(self, model: Decoder) -> None:
+        """Take the parameters of a model of the same shape as the first one."""
+        params = jax.tree.leaves(nnx.state(model, nnx.Param))
+        count = self._structures[0].params.num_leaves
+        old, rest = self.params[:count], self.params[count:]
+        if [(x.shape, x.dtype) for x in params] != [(x.shape, x.dtype) for x in old]:
+            raise ValueError("`model` must have the shapes and dtypes of the engine's model.")
+        self.params = [*jax.device_put(params, [x.sharding for x in old]), *rest]
+
+    def compute(self, kind: int, drafts: int, *inputs: Any) -> Any:
+        """Compute a step, and return what it draws; the inputs are as in `step`."""
+        if (kind, drafts) not in self._made:
+            how = self._page_size, kind, drafts
+            self._made[kind, drafts] = programs(self._structures, how, self._places, self._shapes)
+        self.state, drawn = self._made[kind, drafts](self.state, self.params, *inputs)
+        return drawn
+
+
+# One for each number of slots and pages, so that equal engines compile once.
 @functools.lru_cache(maxsize=64)
 def programs(
     structures: tuple[Structure, ...], how: tuple[int, int, int], places: Any, shapes: Any
 ):
     """Return `step`, jitted for arrays of these shapes."""
     del shapes
-    (cache, *rest), drawn = places, places[1]
     run = functools.partial(step, structures, *how)
-    return jax.jit(run, donate_argnums=0, out_shardings=(([*cache], *rest), drawn))
+    return jax.jit(run, donate_argnums=0, out_shardings=(places, places[1]))
 
 
 def step(
@@ -46,9 +106,9 @@ def step(
         drafts: Most tokens of a slot that are guesses. If there are any, a token is drawn after
             each token, and not after the last one of each slot.
         state: The caches of all models; of each slot the last token that was drawn [slots], the
-            pages [slots, columns], and which tokens the text has [slots, vocab].
+            pages [groups, slots, columns], and which tokens the text has [slots, vocab].
         params: The parameters of all models.
-        slots: What each slot computes, int32 [slots, FIELDS].
+        slots: What each slot computes, int32 [slots, fields].
         tokens: The tokens of all slots in a row, int32 [size]; -1 - s is the last one of slot s.
             None, if each slot has one token at most.
         table: The pages of each slot; None, if `slots` has all that are new.
@@ -62,13 +122,13 @@ def step(
     """
     caches, last, old_table, present = state
     models = list(_models(structures, caches, params))
-    count, columns = old_table.shape
+    _, count, columns = old_table.shape
     row, new, lengths = jnp.arange(count), slots[:, NEW], slots[:, LENGTH]
-    limits, number = Limits.unpacked(slots[:, PAGE + 1 :]), row
+    limits, pages, number = Limits.unpacked(slots[:, LIMITS]), slots[:, PAGES].T, row
     ends: Any = None
     if tokens is None:
-        column = jnp.where(slots[:, PAGE] < 0, columns, jnp.maximum(lengths - 1, 0) // page_size)
-        table = old_table.at[row, column].set(slots[:, PAGE], mode="drop")
+        column = jnp.where(pages[0] < 0, columns, jnp.maximum(lengths - 1, 0) // page_size)
+        table = old_table.at[:, row, column].set(pages, mode="drop")
         slot = jnp.where(new > 0, row, count)
         tokens = jnp.where(slots[:, TOKEN] < 0, last, slots[:, TOKEN])
         inputs, requests = tokens[:, None], (lengths, table)
@@ -107,7 +167,7 @@ def step(
     of_token = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
     log_probability = of_token - jax.nn.logsumexp(logits, axis=-1)
     bits = jax.lax.bitcast_convert_type(log_probability, jnp.int32)
-    caches = [x for model in models for x in jax.tree.leaves(nnx.state(model, nnx.Cache))]
+    caches = tuple(x for model in models for x in jax.tree.leaves(nnx.state(model, nnx.Cache)))
     return (caches, last, table, present), jnp.stack([drawn, bits, *[tokens] * bool(drafts)])
 
 

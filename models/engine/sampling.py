@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from models import generation
-from models.generation import HOTTEST, limited, tempered
+from models.errors import check_int
+from models.generation import HOTTEST, keys_of, limited, tempered
 
 # Steps of three kinds: all requests take the most likely token; nothing limits what is drawn; or
 # there are limits and penalties. Each kind serves the requests of the kinds before.
@@ -45,12 +46,8 @@ class Sampling(generation.Sampling):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("max_tokens", "samples"):
-            n = getattr(self, name)
-            whole = isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 1
-            if not whole and not (name == "max_tokens" and n is None):
-                other = ", or None" if name == "max_tokens" else ""
-                raise ValueError(f"`{name}` must be an int of at least 1{other}; got {n!r}.")
+        check_int("max_tokens", self.max_tokens, optional=True)
+        check_int("samples", self.samples)
         penalty = self.repetition_penalty
         if not isinstance(penalty, int | float | np.number) or not 0 < penalty < HOTTEST:
             raise ValueError(f"`repetition_penalty` must be a positive number; got {penalty!r}.")
@@ -121,16 +118,8 @@ def draw(
         )
     tokens = jnp.argmax(penal, axis=-1).astype(jnp.int32)
     if kind > GREEDY:
-
-        def key(*numbers):
-            seed, *rest = numbers
-            key = jax.random.key(seed)
-            for number in rest:
-                key = jax.random.fold_in(key, number)
-            return key
-
-        keys = jax.vmap(key)(limits.seed, limits.sample, position)
+        seeds = jnp.stack([limits.seed, limits.sample.astype(jnp.uint32)], axis=1)
         left = limited(penal, limits) if kind == LIMITED else tempered(penal, limits.temperature)
-        drawn = jax.vmap(jax.random.categorical)(keys, left).astype(jnp.int32)
+        drawn = jax.vmap(jax.random.categorical)(keys_of(seeds, position), left).astype(jnp.int32)
         tokens = jnp.where(limits.temperature > 0, drawn, tokens)
     return tokens

@@ -2,13 +2,15 @@
 
 Nothing here knows the model: a request is a list of tokens that grows. In each step
 
-1. each request that decodes gets one token. If there is no page for it, the newest request gives
+1. each request gives back the pages that no later token sees;
+2. each request that decodes gets one token. If there are no pages for it, the newest request gives
    its pages back, and computes its tokens again later;
-2. what is left of the tokens of a step goes to prompts, the oldest first, in chunks;
-3. waiting requests get pages for their whole prompt, in the order of their arrival.
+3. what is left of the tokens of a step goes to prompts, the oldest first, in chunks;
+4. waiting requests begin in the order of their arrival, if there are pages for the whole prompt.
 
-A whole page has a name, the hash of all tokens up to its end. A new request takes the pages that
-are there under the names of its tokens. It computes at least its last token, so that no request
+A run of tokens has a page for each group of layers. A whole page has a name, the hash of all tokens
+up to its end. A new request takes the pages that are there under the names of its tokens, as far as
+all groups have what later tokens see. It computes at least its last token, so that no request
 writes into a page that another one has. Pages that nobody uses keep their names until they are
 needed, the one that was used least recently first.
 
@@ -19,70 +21,15 @@ tokens that are guessed.
 import collections
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
 
 import numpy as np
 
+from models.engine.pages import Groups, Pages
+
 # Number of tokens that a guess goes by.
 GRAM = 3
-
-
-class Pages:
-    """Which pages are used, by how many requests, and under which names others find them."""
-
-    def __init__(self, count: int):
-        self._blank = list(range(count))[::-1]
-        # Without users, but with a name; the first was used least recently.
-        self._kept: dict[int, None] = {}
-        self._users = [0] * count
-        self._page_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
-
-    @property
-    def free(self) -> int:
-        """The number of pages without users."""
-        return len(self._blank) + len(self._kept)
-
-    def take(self) -> int:
-        """Return a page for new tokens; one must be free."""
-        if self._blank:
-            page = self._blank.pop()
-        else:
-            page = next(iter(self._kept))
-            del self._kept[page], self._page_of[self._name_of.pop(page)]
-        self._users[page] = 1
-        return page
-
-    def share(self, names: Sequence[bytes]) -> list[int]:
-        """Return the pages of the first names, as many as are there, with one user more each."""
-        found = []
-        for name in names:
-            if (page := self._page_of.get(name)) is None:
-                break
-            self._kept.pop(page, None)
-            self._users[page] += 1
-            found.append(page)
-        return found
-
-    def release(self, page: int) -> None:
-        """Take one user from a page."""
-        self._users[page] -= 1
-        if self._users[page] == 0:
-            if page in self._name_of:
-                self._kept[page] = None
-            else:
-                self._blank.append(page)
-
-    def name(self, page: int, name: bytes) -> None:
-        """Let others find a page, unless they find another one with the same tokens."""
-        if name not in self._page_of and page not in self._name_of:
-            self._page_of[name], self._name_of[page] = page, name
-
-    def forget(self) -> None:
-        """Take the names from all pages, whose numbers are no longer right."""
-        self._blank += self._kept
-        self._kept, self._page_of, self._name_of = {}, {}, {}
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,10 +43,11 @@ class Request:
         unread: Number of tokens that are drawn, or are to be, but that the host does not know yet.
         computed: Number of tokens whose keys and values are in pages, or will be after the steps
             that are planned.
-        pages: The page of each run of tokens; None where no later token sees it.
+        pages: The pages of each run of tokens, one for each group of layers; None where no later
+            token sees it.
         slot: Its row in the arrays of a step; None if it waits.
-        named: Number of pages that have their names.
-        dropped: Number of pages that no later token sees.
+        named: Number of runs whose pages have their names.
+        dropped: For each group, the number of first pages that were given back.
     """
 
     tokens: list[int]
@@ -107,10 +55,10 @@ class Request:
     shares: bool = True
     unread: int = 0
     computed: int = 0
-    pages: list[int | None] = dataclasses.field(default_factory=list)
+    pages: list[list[int | None]] = dataclasses.field(default_factory=list)
     slot: int | None = None
     named: int = 0
-    dropped: int = 0
+    dropped: list[int] = dataclasses.field(default_factory=list)
     _names: list[bytes] = dataclasses.field(default_factory=list)
     _follows: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
     _indexed: int = 0
@@ -136,7 +84,11 @@ class Request:
             self._follows[tuple(self.tokens[n - GRAM : n])] = n
         self._indexed = len(self.tokens)
         first = self._follows.get(tuple(self.tokens[-GRAM:]))
-        return [] if first is None else list(islice(cycle(self.tokens[first:]), count))
+        return (
+            []
+            if first is None
+            else list(itertools.islice(itertools.cycle(self.tokens[first:]), count))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +119,8 @@ class Scheduler:
 
     Args:
         pages: Number of pages.
-        page_size: Tokens of a page.
+        groups: The groups of layers.
         slots: Most requests of a step.
-        left: Number of tokens before its own that a token sees; None for all.
         drafts: Most tokens that are guessed for a request in a step.
         guess: Returns at most a number of tokens that may follow a request's.
 
@@ -183,9 +134,8 @@ class Scheduler:
     def __init__(
         self,
         pages: int,
-        page_size: int,
+        groups: Groups,
         slots: int,
-        left: int | None = None,
         drafts: int = 0,
         guess: Callable[[Request, int], list[int]] = Request.guess,
     ):
@@ -194,7 +144,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.preemptions = 0
-        self._page_size, self._left, self._drafts = page_size, left, drafts
+        self._groups, self._page_size, self._drafts = groups, groups.page_size, drafts
         self._slots = list(range(slots))[::-1]
         # Pages that stay free for requests that decode, so that a new one is not sent away at once.
         self._reserve = pages // 100
@@ -217,13 +167,15 @@ class Scheduler:
             self._drop_unseen(request)
         # Requests may leave `running` meanwhile.
         for request in [x for x in self.running if x.missing == 1]:
-            if request.slot is not None and self._extend(request):
+            if request.slot is not None and self._extend(request, 1):
                 parts.append(self._part(request, 1))
                 left -= 1
-        # One at most, because others are admitted only where a step has room for them.
+        # One at most, the newest, because others begin only where a step has room for them.
         for request in [x for x in self.running if x.missing > 1]:
-            parts.append(self._part(request, min(request.missing, left)))
-            left -= parts[-1].count
+            count = min(request.missing, left)
+            if self._extend(request, count):
+                parts.append(self._part(request, count))
+                left -= count
         parts += self._admit(left)
         if self._drafts and not any(part.count > 1 or part.admitted for part in parts):
             parts = [self._with_draft(part) for part in parts]
@@ -249,24 +201,44 @@ class Scheduler:
 
     def _admit(self, left: int) -> list[Part]:
         """Return the parts of requests that wait no longer, of at most `left` tokens."""
-        parts, size = [], self._page_size
+        parts = []
         # A request that has just lost its pages may have a token that the host does not know yet.
         while left and self._slots and self.waiting and not self.waiting[0].unread:
             request = self.waiting[0]
-            length = len(request.tokens)
-            names = request.names(size, (length - 1) // size) if request.shares else []
-            shared = self.pages.share(names)
-            more = -(-length // size) - len(shared)
+            self._share(request)
+            more = self._groups.needed(len(request.tokens) - request.computed)
             if more > self.pages.free - (self._reserve if self.running else 0):
-                self._release(shared)
+                self._release(request)
                 break
-            request.pages = [*shared, *(self.pages.take() for _ in range(more))]
-            request.computed = len(shared) * size
             request.slot = self._slots.pop()
             self.running.append(self.waiting.popleft())
-            parts.append(self._part(request, min(request.missing, left), admitted=True))
-            left -= parts[-1].count
+            count = min(request.missing, left)
+            self._grow(request, count)
+            parts.append(self._part(request, count, admitted=True))
+            left -= count
         return parts
+
+    def _share(self, request: Request) -> None:
+        """Give a request the pages that are there of its first tokens."""
+        size, shared = self._page_size, 0
+        count = (len(request.tokens) - 1) // size if request.shares else 0
+        names, runs = request.names(size, count), [0] * self._groups.count
+        for number, name in enumerate(names, 1):
+            runs = [n + 1 if self.pages.has(name, group) else 0 for group, n in enumerate(runs)]
+            unseen = self._groups.unseen(number * size)
+            if self._groups.lefts[0] is None and not runs[0]:
+                break  # All later tokens see it.
+            if all(n >= number - first for n, first in zip(runs, unseen, strict=True)):
+                shared = number
+        request.computed = shared * size
+        request.dropped = self._groups.unseen(request.computed)
+        request.pages = [
+            [
+                None if number < first else self.pages.share(name, group)
+                for group, first in enumerate(request.dropped)
+            ]
+            for number, name in enumerate(names[:shared])
+        ]
 
     def _part(self, request: Request, count: int, *, admitted: bool = False) -> Part:
         """Return a part, after which its tokens count as computed."""
@@ -277,61 +249,64 @@ class Scheduler:
         whole = min(len(request.tokens), request.computed) // self._page_size
         # Requests of the same step may share them: a layer writes all keys before it reads any.
         for number in range(request.named, whole):
-            if (page := request.pages[number]) is not None:
-                self.pages.name(page, request.names(self._page_size, whole)[number])
+            name = request.names(self._page_size, whole)[number]
+            for group, page in enumerate(request.pages[number]):
+                if page is not None:
+                    self.pages.name(page, name, group)
         request.named = whole
         assert request.slot is not None
         return Part(request, request.slot, start, count, draws, admitted)
 
     def _with_draft(self, part: Part) -> Part:
         """Return a part with guessed tokens, as many as there is room for."""
-        request, size = part.request, self._page_size
+        request = part.request
         wanted = min(self._drafts, request.most - len(request.tokens) - 1)
         draft = self._guess(request, wanted) if wanted > 0 else []
-        while draft and len(request.pages) * size < request.computed + len(draft):
-            if not self.pages.free:
-                draft = draft[: len(request.pages) * size - request.computed]
-                break
-            request.pages.append(self.pages.take())
+        if not self._grow(request, len(draft)):
+            draft = draft[: len(request.pages) * self._page_size - request.computed]
         request.computed += len(draft)
         request.unread += len(draft)
         return dataclasses.replace(part, count=1 + len(draft), draft=draft)
 
-    def _extend(self, request: Request) -> bool:
-        """Make sure that the next token has a page; return whether the request keeps its slot."""
-        if request.computed < len(request.pages) * self._page_size:
-            return True
-        while not self.pages.free:
+    def _grow(self, request: Request, count: int) -> bool:
+        """Give a request pages for its next tokens; return whether there were enough."""
+        while len(request.pages) * self._page_size < request.computed + count:
+            if self.pages.free < self._groups.count:
+                return False
+            request.pages.append([self.pages.take() for _ in range(self._groups.count)])
+        return True
+
+    def _extend(self, request: Request, count: int) -> bool:
+        """Make sure that the next tokens have pages; return whether the request keeps its slot."""
+        while not self._grow(request, count):
             newest = self.running[-1]
             self._leave(newest)
             self.waiting.appendleft(newest)
             self.preemptions += 1
             if newest is request:
                 return False
-        request.pages.append(self.pages.take())
         return True
 
     def _drop_unseen(self, request: Request) -> None:
         """Release the pages that no later token sees."""
-        if self._left is None:
-            return
-        first = max(request.computed - self._left, 0) // self._page_size
-        self._release(request.pages[request.dropped : first])
-        for number in range(request.dropped, first):
-            request.pages[number] = None
-        request.dropped = max(request.dropped, first)
+        unseen = self._groups.unseen(request.computed)
+        for group, first in enumerate(unseen):
+            # The first pages of a text are wanted again most often, so they are given back last.
+            for pages in request.pages[request.dropped[group] : first][::-1]:
+                self.pages.release(pages[group])
+                pages[group] = None
+        request.dropped = unseen
 
     def _leave(self, request: Request) -> None:
         """Take a request's slot and pages."""
         assert request.slot is not None
         self.running.remove(request)
         self._slots.append(request.slot)
-        self._release(request.pages)
-        request.pages, request.slot = [], None
-        request.computed = request.named = request.dropped = 0
+        request.slot = None
+        self._release(request)
 
-    def _release(self, pages: Sequence[int | None]) -> None:
-        # The first pages of a text are wanted again most often, so they are given back last.
-        for page in reversed(pages):
-            if page is not None:
-                self.pages.release(page)
+    def _release(self, request: Request) -> None:
+        """Take the pages of a request, which begins again."""
+        for page in itertools.chain(*request.pages[::-1]):
+            self.pages.release(page)
+        request.pages, request.computed, request.named = [], 0, 0

@@ -66,10 +66,11 @@ class Mosaic:
         forward: the forward kernel. In decoding, a tile without output slots and clusters packs the
             queries of all heads that share keys and values, where each query sees a range of keys
             and no bias, score function or dropout is asked for.
-        backward: the kernel for dk, dv and dq in one pass, for calls whose gradients may differ
-            between runs. Without it, `dkv` and `dq` serve these calls, too, if one is given.
-        dkv: the kernel for dk and dv, for gradients that are the same in every run.
-        dq: the kernel for dq, for gradients that are the same in every run.
+        backward: the kernel for dk, dv and dq in one pass. Without it, `dkv` and `dq` serve its
+            calls, too, if one is given. Gradients that are the same in every run take two passes
+            where both head dims together are above 256.
+        dkv: the kernel for dk and dv in two passes.
+        dq: the kernel for dq in two passes.
 
     Raises:
         TypeError: if one is no tile of this kernel.

@@ -153,7 +153,7 @@ MOSAIC = {
 OF_PASS = {
     "forward": ("decode", "forward"),
     "backward": ("backward", "dkv", "dk", "dv", "dq"),
-    "backward in order": ("dkv", "dk", "dv", "dq"),
+    "two passes": ("dkv", "dk", "dv", "dq"),
 }
 
 

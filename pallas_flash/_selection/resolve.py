@@ -31,7 +31,9 @@ from pallas_flash._problem.tile_sizes import (
     describe,
     filled,
     given_tiles,
+    in_clusters,
     of_implementation,
+    padded,
     serving,
     tile_of,
 )
@@ -258,16 +260,17 @@ class _Call:
     def backward_with_tiles(self, plan: PassPlan) -> PassPlan:
         """Return the plan of a backward with its tiles."""
         if plan.implementation != "mosaic":
-            return self.with_tiles(plan, OF_PASS["backward in order"])
+            return self.with_tiles(plan, OF_PASS["two passes"])
         # Two passes serve every call. Where tiles are given for these alone, they are wanted.
         deciding = self.given if asked_implementation(self.given, "backward") else self.tuned
         two_passes = (
             deciding.backward is None and asked_implementation(deciding, "backward") == "mosaic"
         )
-        if not (two_passes or self.in_order):
+        sizes = padded(self.problem.head_dim, self.problem.value_dim)
+        if not (two_passes or (self.in_order and in_clusters(*sizes))):
             one_pass = self.with_tiles(plan, ("backward",))
             if one_pass.tiles.backward is not None:
-                return one_pass
+                return dataclasses.replace(one_pass, in_order=self.in_order)
         return dataclasses.replace(self.with_tiles(plan, ("dkv", "dq")), in_order=True)
 
 
@@ -339,7 +342,7 @@ def _default_forward(call: _Call) -> tuple[str, str, dict[str, str]]:
 def _backward(call: _Call, forward: str) -> PassPlan:
     """Return the implementation of the backward, if `forward` computes the forward."""
     limit = limits.backward_limit(call.problem, forward)
-    by, why_not = call.implementation_by_tiles("backward in order" if call.in_order else "backward")
+    by, why_not = call.implementation_by_tiles("backward")
     faster = not by and call.faster(backward=True)
     default = call.request.implementation is None
 

@@ -72,10 +72,10 @@ def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
     return compared(*names, ours=computed_by("ours_mosaic"), other=computed_by("ours_triton"))
 
 
-def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
-    """Return the speed of deterministic backwards of "mosaic", by kind and head dim.
+def two_passes() -> dict[str, list[float]]:
+    """Return the speed of two deterministic passes at head dim 256 relative to one, by kind.
 
-    It is relative to a peer, or if that is None to the default of "mosaic".
+    One pass had two launches there on the H200; at smaller head dims key tiles now take turns.
     """
 
     def default(r):
@@ -84,15 +84,11 @@ def deterministic(peer: str | None) -> dict[tuple[str, int], list[float]]:
     def in_order(r):
         return computed_by("ours_mosaic")(r) and bool(r["config"].get("reproducible"))
 
-    speeds: dict[tuple[str, int], list[float]] = {}
-    for r, speed in compared(
-        *FILES, ours=in_order, other=default if peer is None else computed_by(peer)
-    ):
-        # On the H200 the default at head dim 256 had two launches. Values of another head dim are
-        # no row of the table.
-        superseded = r["D"] == 256 and "H200" in r["device"]
-        for kind in [] if r.get("V") or superseded else kinds_of(r):
-            speeds.setdefault((kind, r["D"]), []).append(speed)
+    speeds: dict[str, list[float]] = {}
+    for r, speed in compared(*FILES, ours=in_order, other=default):
+        if (r["D"], r.get("V")) == (256, None) and "H200" not in r["device"]:
+            for kind in kinds_of(r):
+                speeds.setdefault(kind, []).append(speed)
     return speeds
 
 

@@ -39,7 +39,8 @@ from flax import nnx
 from models import Decoder, generation
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
-from models.engine.engine import CACHE_DTYPES, bytes_of_token
+from models.engine.engine import CACHE_DTYPES
+from models.engine.pages import bytes_of_token
 from models.generation import Generation
 from models.rope import Rope
 from scripts.benchmarks.recording import add_flags, recording

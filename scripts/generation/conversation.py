@@ -7,7 +7,7 @@ from collections.abc import Callable
 from models.engine import Engine, Sampling
 from models.tokens import FromFolder
 from scripts.command import UserError
-from scripts.generation.requests import PAGE_SIZE, TOO_LARGE, make_engine
+from scripts.generation.requests import TOO_LARGE, make_engine
 from scripts.generation.source import Source, explained
 
 # Most tokens of a chat: the longest contexts would take memory that few chats need.
@@ -28,8 +28,7 @@ def converse(
     assert isinstance(source.tokens, FromFolder)  # Others have no template.
     messages = [] if flags.system is None else [{"role": "system", "content": flags.system}]
     with explained(TOO_LARGE):
-        pages = -(-min(source.model.config.context, MOST) // PAGE_SIZE)
-        engine = make_engine(flags, source, pages, slots=1)
+        engine = make_engine(flags, source, [MOST], slots=1)
         while True:
             print("> ", end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline()

@@ -14,7 +14,8 @@ import jax
 
 from models.config import DecoderConfig
 from models.engine import Engine, Sampling
-from models.engine.engine import bytes_of_token, progress_bar
+from models.engine.engine import progress_bar
+from models.engine.pages import bytes_of_token, default_step, pages_for
 from scripts.command import UserError, naming, why
 from scripts.generation.source import Source, explained, open_source
 
@@ -119,36 +120,47 @@ def _request(number: int, line: str, source: Source, encode, defaults) -> Line:
 
 
 def count_pages(
-    config: DecoderConfig, lines: Sequence[Line], cache_dtype: str | None, devices: int
+    configs: Sequence[DecoderConfig],
+    lengths: Sequence[int],
+    most: int,
+    cache_dtype: str | None,
+    devices: int,
 ) -> int:
-    """Return the pages for the longest requests that may be there at once, if they fit."""
+    """Return the pages for the longest texts that may be there at once, if they fit.
 
-    def pages(line: Line) -> int:
-        more = line.sampling.max_tokens or config.context
-        return -(-min(len(line.tokens) + more, config.context) // PAGE_SIZE)
-
-    each = sorted((n for x in lines for n in [pages(x)] * x.sampling.samples), reverse=True)
-    needed = sum(each[:MAX_REQUESTS])
+    Args:
+        configs: The model's and a draft model's.
+        lengths: The most tokens of each text.
+        most: Most tokens of a step.
+        cache_dtype: Type of the cache.
+        devices: Devices that share the heads.
+    """
+    each = sorted((min(n, configs[0].context) for n in lengths), reverse=True)
+    needed = pages_for(configs, each[:MAX_REQUESTS], PAGE_SIZE, most)
     memory = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in memory:
         return needed
-    # Devices share the heads.
-    page = PAGE_SIZE * bytes_of_token(config, cache_dtype) // devices
+    page = PAGE_SIZE * bytes_of_token(configs[0], cache_dtype) // devices
     free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
-    return max(min(needed, int(SHARE * free) // page), each[0])
+    least = pages_for(configs, each[:1], PAGE_SIZE, most)
+    return max(min(needed, int(SHARE * free) // page), least)
 
 
-def make_engine(flags: argparse.Namespace, source: Source, pages: int, slots: int) -> Engine:
-    """Return the engine of the flags."""
-    draft = None
+def make_engine(
+    flags: argparse.Namespace, source: Source, lengths: Sequence[int], slots: int
+) -> Engine:
+    """Return the engine of the flags, for texts of at most these tokens each."""
+    draft, configs = None, [source.model.config]
     if flags.draft is not None:
         dtype = None if flags.dtype == "auto" else flags.dtype
         attention = source.model.config.implementation
         draft = open_source(flags.draft, dtype, attention, flags.devices, "--draft")
+        configs.append(draft.model.config)
+    most = default_step(slots, flags.drafts, flags.batch_invariant)
     return Engine(
         source.model,
         source.tokens,
-        pages=pages,
+        pages=count_pages(configs, lengths, most, flags.cache, flags.devices),
         page_size=PAGE_SIZE,
         cache_dtype=flags.cache,
         max_requests=slots,
@@ -166,10 +178,13 @@ def write_answers(
     Raises:
         UserError: A request does not fit the model or the memory, or the file cannot be written.
     """
-    count = sum(line.sampling.samples for line in lines)
-    pages = count_pages(source.model.config, lines, flags.cache, flags.devices)
+    lengths, context = [], source.model.config.context
+    for line in lines:
+        length = len(line.tokens) + (line.sampling.max_tokens or context)
+        lengths += [length] * line.sampling.samples
+    count = len(lengths)
     with explained(TOO_LARGE):
-        engine = make_engine(flags, source, pages, slots=min(MAX_REQUESTS, count))
+        engine = make_engine(flags, source, lengths, slots=min(MAX_REQUESTS, count))
         names = {engine.submit(line.tokens, line.sampling): line.id for line in lines}
         start, tokens = time.perf_counter(), 0
         with _opened(flags.out) as file:

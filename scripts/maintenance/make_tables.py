@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.benchmarks import curves, key_bias, overview, report, results
-from scripts.benchmarks.choice import HEAD_DIMS, KINDS, PASSES, deterministic, gains_by_length
+from scripts.benchmarks.choice import HEAD_DIMS, KINDS, PASSES, gains_by_length, two_passes
 from scripts.benchmarks.results import RESULTS, time
 from scripts.benchmarks.shapes import short, visited_blocks
 from scripts.command import UserError, command
@@ -383,16 +383,11 @@ def choice() -> str:
 
 
 def in_order() -> str:
-    """Return the speed of the deterministic backward, the least and the most."""
-    columns = [(None, D) for D in HEAD_DIMS] + [("jax_cudnn", D) for D in (64, 128)]
-    gains = {peer: deterministic(peer) for peer, _ in columns}
-    rows = []
-    for kind in (*KINDS, "trained bias"):
-        cells = [least_and_most(gains[peer].get((kind, D), [])) for peer, D in columns]
-        if any(cells):
-            rows.append([in_words(kind), *cells])
-    head = ["to the default, 64", "128", "256", "to cuDNN, 64", "128"]
-    return markdown(["backward", *head], rows)
+    """Return the speed of two passes at head dim 256, the least and the most."""
+    speeds = two_passes()
+    kinds = [kind for kind in (*KINDS, "trained bias") if kind in speeds]
+    rows = [[in_words(kind), least_and_most(speeds[kind])] for kind in kinds]
+    return markdown(["backward, head dim 256", "two passes"], rows)
 
 
 def least_and_most(numbers: Iterable[float]) -> str:

@@ -22,7 +22,7 @@ from models.generation import Generation, Sampling
 from models.tokens import Bytes, FromFolder, TextStream
 from scripts import generate
 from scripts.generate import main, read_prompts
-from scripts.generation import conversation, requests
+from scripts.generation import requests
 
 
 @pytest.fixture
@@ -544,7 +544,6 @@ def chat(changed, capsys, monkeypatch):
     folder = changed(tokenizer_config={"chat_template": TEMPLATE, "eos_token": "<end>"})
     words = "--temperature", "0", "--tokens", "6", "--draft", str(folder), "--drafts", "2"
     monkeypatch.setattr(requests, "PAGE_SIZE", 8)
-    monkeypatch.setattr(conversation, "PAGE_SIZE", 8)
 
     def chat(lines):
         monkeypatch.setattr("sys.stdin", Terminal(lines))

@@ -521,6 +521,15 @@ def paged(model, tokens, **options):
             "`requests` must be None with decode=False",
         ),
         (lambda m: m.init_pages(2, 0), "`page_size` must be an int of at least 1; got 0"),
+        (
+            lambda m: m.init_pages(2, 4, groups=[0]),
+            "`groups` must be 2 numbers of at least 0, one for each layer; got [0]",
+        ),
+        (lambda m: m.init_pages(2, 4, groups=(0, -1)), "one for each layer; got [0, -1]"),
+        (
+            lambda m: m.init_pages(2, 4, groups=[0, 1]) or paged(m, jnp.ones(3, int)),
+            "must have page_indices [groups, R, pages] for 2 groups of layers; got (1, 1)",
+        ),
     ],
 )
 def test_call_that_does_not_fit_is_refused(call, said):

@@ -11,12 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from support import eight_devices
 from support.decoder_files import make
 
-from models import generation
+from models import Decoder, generation
 from models.engine import Engine, Sampling
+from models.engine.pages import bytes_of_token
 from models.engine.sampling import LIMITED, Limits, draw
 from models.generation import Generation
+from models.sharding import AXES, Layout
 from models.tokens import Bytes
 from scripts.benchmarks import engine as benchmark
 from scripts.benchmarks import results
@@ -27,8 +31,15 @@ SIZES = dict(pages=24, page_size=4, max_requests=4, max_tokens_per_step=16)
 PROMPTS = [[n * n % 31 for n in range(40)], [*range(20)], [7], [3, 1, 4], [5] * 9, [*range(18)]]
 
 
+# Layers of two kinds: two see all tokens, and five have windows, so that a text has four tables.
+MIXED = ["full_attention" if n in (1, 4) else "sliding_attention" for n in range(7)]
+MIXED = dict(num_hidden_layers=7, layer_types=MIXED, sliding_window=6)
+
+
 @functools.cache
 def model_of(family, **changes):
+    if family == "mixed":
+        return make("gemma3_text", max_position_embeddings=64, **MIXED, **changes)
     name = "n_positions" if family == "gpt2" else "max_position_embeddings"
     return make(family, **{name: 64}, **changes)
 
@@ -49,7 +60,7 @@ def tokens_of(answers):
 # ----------------------------------------------------------------------------- texts
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text", "phi3", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "mixed", "phi3", "smollm3"])
 def test_text_is_that_of_each_alone(family):
     engine = engine_of(family)
     assert tokens_of(engine.run(PROMPTS, GREEDY)) == [alone(x, 12, family) for x in PROMPTS]
@@ -58,11 +69,16 @@ def test_text_is_that_of_each_alone(family):
     assert tokens_of(engine.run(PROMPTS, GREEDY)) == [alone(x, 12, family) for x in PROMPTS]
 
 
-def test_text_that_loses_its_pages_goes_on():
-    engine = engine_of(pages=14)
-    answers = engine.run(PROMPTS, GREEDY)
+@pytest.mark.parametrize(("family", "pages"), [("llama", 14), ("mixed", 9)])
+def test_text_that_loses_its_pages_goes_on(family, pages):
+    engine = engine_of(family, pages=pages)
+    wanted = pages * 4 * bytes_of_token(model_of(family).config, None)
+    found = sum(x.nbytes for x in engine._device.state[0])
+    assert wanted <= found < wanted * (pages + 1) / pages
+    for _ in range(3):
+        answers = engine.run(PROMPTS, GREEDY)
+        assert tokens_of(answers) == [alone(x, 12, family) for x in PROMPTS]
     assert engine.preemptions > 1
-    assert tokens_of(answers) == [alone(x, 12) for x in PROMPTS]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -129,10 +145,11 @@ def test_log_probabilities_are_the_model_s():
     np.testing.assert_allclose(answer.log_probabilities, wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "mixed"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
-def test_small_caches_change_logits_little(dtype):
+def test_small_caches_change_logits_little(dtype, family):
     answers = [
-        engine_of(cache_dtype=x).run(PROMPTS, dataclasses.replace(GREEDY, max_tokens=1))
+        engine_of(family, cache_dtype=x).run(PROMPTS, dataclasses.replace(GREEDY, max_tokens=1))
         for x in (None, dtype)
     ]
     right, found = ([x.log_probabilities[0] for x in row] for row in answers)
@@ -141,23 +158,32 @@ def test_small_caches_change_logits_little(dtype):
 
 
 @functools.cache
-def draft_model():
+def draft_model(family="mistral"):
     """A model that knows fewer tokens, and sees fewer: its pages are kept for the other one."""
     sizes = dict(num_hidden_layers=1, vocab_size=29, max_position_embeddings=64)
-    return make("mistral", seed=1, **sizes)
+    kinds = dict(num_hidden_layers=2) if family == "gemma3_text" else {}
+    return make(family, seed=1, **sizes | kinds)
 
 
-@pytest.mark.parametrize(("drafts", "draft"), [(1, None), (3, None), (3, draft_model)])
-def test_guessed_tokens_change_no_answer(drafts, draft):
+@pytest.mark.parametrize(
+    ("family", "drafts", "draft"),
+    [
+        ("llama", 1, None),
+        ("llama", 3, None),
+        ("llama", 3, draft_model),
+        ("mixed", 3, functools.partial(draft_model, "gemma3_text")),
+    ],
+)
+def test_guessed_tokens_change_no_answer(family, drafts, draft):
     """Texts that repeat themselves, drawn in all ways, with pages that do not suffice."""
     draft = draft and draft()
-    sizes = dict(pages=20, max_tokens_per_step=32)
+    sizes = dict(pages=20 if family == "llama" else 18, max_tokens_per_step=32)
     prompts = [x * 3 for x in PROMPTS[2:5]] + PROMPTS
     two = dict(temperature=2, top_k=2, max_tokens=40)
     dear = Sampling(temperature=0, max_tokens=30, repetition_penalty=1.3)
     each = [Sampling(**two, seed=n) if n % 2 else dear if n == 4 else GREEDY for n in range(9)]
-    engine = engine_of(drafts=drafts, draft=draft, **sizes)
-    found, right = engine.run(prompts, each), engine_of(**sizes).run(prompts, each)
+    engine = engine_of(family, drafts=drafts, draft=draft, **sizes)
+    found, right = engine.run(prompts, each), engine_of(family, **sizes).run(prompts, each)
     assert engine.preemptions > 1
     assert [(x.tokens, x.end) for x in found] == [(x.tokens, x.end) for x in right]
     for one, other in zip(found, right, strict=True):
@@ -167,7 +193,8 @@ def test_guessed_tokens_change_no_answer(drafts, draft):
     # guesses its own tokens.
     prompt = [7]
     if draft is not None:
-        prompt, engine = PROMPTS[1], engine_of(drafts=drafts, draft=model_of("llama"), **sizes)
+        same = dict(drafts=drafts, draft=model_of(family))
+        prompt, engine = PROMPTS[1], engine_of(family, **same, **sizes)
     engine.submit(prompt, Sampling(temperature=0, max_tokens=40))
     steps = 0
     while engine.busy:
@@ -194,6 +221,19 @@ def test_guesses_of_a_model_keep_the_distribution():
     wanted = np.asarray(wanted @ p[:, 2]) * count
     found = np.bincount([x.tokens[2] for x in ended], minlength=31)
     assert ((found - wanted) ** 2 / wanted).sum() < 59.8  # of 30 degrees, once in a thousand
+
+
+def compare_devices():
+    config, types = model_of("mixed").config, (jax.sharding.AxisType.Auto,) * 4
+    layout = Layout(jax.make_mesh((1, 1, 1, 2), AXES, axis_types=types, devices=jax.devices()[:2]))
+    models = (Decoder(config, rngs=nnx.Rngs(0), layout=x) for x in (None, layout))
+    one, two = (Engine(model, **SIZES | dict(pages=9)) for model in models)
+    assert tokens_of(one.run(PROMPTS, GREEDY)) == tokens_of(two.run(PROMPTS, GREEDY))
+    assert two.preemptions and two.programs == 2
+
+
+def test_two_devices_share_heads():
+    eight_devices.run(__name__, "compare_devices")
 
 
 # ----------------------------------------------------------------------------- ends

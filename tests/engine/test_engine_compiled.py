@@ -12,6 +12,7 @@ from flax import nnx
 from models import Decoder
 from models.config import DecoderConfig
 from models.engine import program
+from models.engine.pages import MOST, Groups
 from models.engine.sampling import GREEDY, LIMITED
 from models.generation import take_apart
 from models.rope import Rope
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 SLOTS, PAGES, SIZE = 64, 2048, 64
 
 
-def compiled_step(implementation, layers, size=None):
+def compiled_step(implementation, layers, size=None, sliding=()):
     """The kernels of a step, and its memory over the keys of a layer.
 
     It decodes; or it is the step of this size of a batch-invariant engine.
@@ -33,21 +34,22 @@ def compiled_step(implementation, layers, size=None):
         **dict(vocab_size=512, features=512, hidden=2048, num_layers=layers, num_heads=8),
         **dict(num_kv_heads=4, head_dim=64, context=8192, rope=Rope(10_000.0), tied=True),
         **dict(dtype="bfloat16", param_dtype="bfloat16", implementation=implementation),
-        batch_invariant=size is not None,
+        **dict(batch_invariant=size is not None, sliding=sliding, window=1024),
     )
+    groups = Groups.of_models([config], SIZE, MOST)
 
     def make():
         model = Decoder(config, rngs=nnx.Rngs(0))
-        model.init_pages(PAGES, SIZE)
+        model.init_pages(PAGES, SIZE, groups=groups.layers[0])
         return model
 
     structure, cache, params = take_apart(nnx.eval_shape(make))
     mesh = gpu_compiler.mesh_of("h200")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=whole)
-    last, table = shape((SLOTS,), jnp.int32), shape((SLOTS, 128), jnp.int32)
+    last, table = shape((SLOTS,), jnp.int32), shape((groups.count, SLOTS, 128), jnp.int32)
     state = cache, last, table, shape((SLOTS, config.vocab_size), bool)
-    slots = shape((SLOTS, program.FIELDS), jnp.int32)
+    slots = shape((SLOTS, program.PAGES.start + groups.count), jnp.int32)
     state, params = jax.tree.map(lambda x: shape(x.shape, x.dtype), (state, params))
     new = None if size is None else shape((size,), jnp.int32)
     inputs = slots, new, None if size is None else table, new
@@ -74,4 +76,11 @@ def test_layers_share_the_schedule(implementation):
 
 def test_batch_invariant_step_copies_no_pages():
     _, copied = compiled_step("mosaic", 2, size=128)
+    assert copied < 0.5
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+def test_groups_of_layers_share_arrays(implementation):
+    """Three layers write one array, one after the other, and none of them copies it."""
+    _, copied = compiled_step(implementation, 3, sliding=(True, False, True))
     assert copied < 0.5

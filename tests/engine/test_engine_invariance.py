@@ -54,13 +54,13 @@ def bits(numbers):
     return np.asarray(numbers, np.float32).view(np.uint32).tolist()
 
 
-def check_bits(model, **options):
+def check_bits(model, pages=15, **options):
     """Compare texts of few pages with each alone, and with their scores."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 30, length).tolist() for length in LENGTHS]
     prompts[-1][:100] = prompts[0][:100]
     option = dict(batch_invariant=True, **SIZES, **options)
-    crowded, free = Engine(model, pages=15, **option), Engine(model, pages=60, **option)
+    crowded, free = Engine(model, pages=pages, **option), Engine(model, pages=60, **option)
     among = crowded.run(prompts, WAYS)
     alone = [x for prompt, how in zip(prompts, WAYS, strict=True) for x in free.run([prompt], how)]
     assert crowded.preemptions and not free.preemptions
@@ -95,9 +95,12 @@ def anywhere(monkeypatch):
     programs.cache_clear()
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_bits_of_one_program(anywhere, drafts):
-    check_bits(model_of("float32", **SMALL), drafts=drafts)
+@pytest.mark.parametrize(
+    ("drafts", "sliding", "pages"), [(0, (), 15), (3, (), 15), (3, (True, False, True), 8)]
+)
+def test_bits_of_one_program(anywhere, drafts, sliding, pages):
+    layers = dict(num_layers=len(sliding) or 2, sliding=sliding, window=20)
+    check_bits(model_of("float32", **SMALL, **layers), pages, drafts=drafts)
 
 
 def test_default_of_the_only_size(anywhere):

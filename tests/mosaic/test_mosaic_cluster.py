@@ -152,7 +152,7 @@ def test_sums_leave_before_what_may_still_be_sent():
         call, sizes = checked(qkv, options), padded(head_dim, value_dim)
         if not Grads.DQ_DK_DV.in_clusters(*sizes):
             continue
-        tile = backward_launch.largest_tile(*sizes, in_order=False)
+        tile = backward_launch.largest_tile(*sizes, two_passes=False)
         union = backward_launch.scratch(call, tile, Grads.DQ_DK_DV).tiles
         _, of_dk, _, dk = union.refs
         if common.smem_bytes(dk) > common.smem_bytes(of_dk._replace(ds=None)):

@@ -11,6 +11,7 @@ from support.mosaic_cases import (
     LONG_CAUSAL,
     checked,
     emulated,
+    every_backward,
     gradient_of_the_scale,
     in_order,
     with_heads,
@@ -48,7 +49,7 @@ OTHERS = [
 ]
 
 
-@in_order
+@every_backward
 @pytest.mark.parametrize(
     "case",
     cases.default(CASES, CASES + OTHERS),

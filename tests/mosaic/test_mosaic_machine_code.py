@@ -345,26 +345,19 @@ def test_machine_code_of_clusters_with(option):
 # compiler to find: where no two keys share a word, and products take several instructions, these
 # were 17.2, 25.7, 25.1 and 24.2 at 64. Where neighbours exchange nothing, the backward has 22.9.
 DROPOUT_BUDGETS = {
-    64: {"forward": 12.5, "backward": 17.8, "dq": 15.0, "dkv": 16.4},
-    128: {"forward": 13.0, "backward": 21.3, "dq": 14.1, "dkv": 18.9},
+    64: {"forward": 12.5, "backward": 17.8},
+    128: {"forward": 13.0, "backward": 21.3},
 }
 
 
 @pytest.mark.parametrize("head_dim", cases.default([64], DROPOUT_BUDGETS))
 def test_scores_share_the_words_of_dropout(head_dim):
-    costs = {}
-    for reproducible in (False, True):
-        program = inspect_attention(
-            head_dim,
-            implementation="mosaic",
-            mask="full",
-            features=("dropout",),
-            length=4096,
-            reproducible=reproducible,
-        )
-        print(*program.lines(), sep="\n")
-        assert not any(k.unset for k in program.kernels)
-        costs |= {k.attention_pass: k.per_element for k in program.kernels if k.main}
+    program = inspect_attention(
+        head_dim, implementation="mosaic", mask="full", features=("dropout",), length=4096
+    )
+    print(*program.lines(), sep="\n")
+    assert not any(k.unset for k in program.kernels)
+    costs = {k.attention_pass: k.per_element for k in program.kernels if k.main}
     budgets = DROPOUT_BUDGETS[head_dim]
     assert {name for name, budget in budgets.items() if costs[name] > budget} == set()
 

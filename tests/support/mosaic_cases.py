@@ -39,10 +39,15 @@ def run_forward(call, sizes=TABLE):
     return mosaic.forward(call, filled(sizes, tiles.default(call, features_of(call))))
 
 
+TWO_PASSES = "two passes"
+
+
 def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
     """The backward with these tiles, and the rest from the table."""
     sizes = filled(sizes, tiles.default(call, features_of(call)))
-    in_order = in_order or sizes.backward is None
+    if in_order == TWO_PASSES:
+        sizes = dataclasses.replace(sizes, backward=None)
+    in_order = bool(in_order) or sizes.backward is None
     return mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)
 
 
@@ -91,7 +96,9 @@ MANY_KEYS = dataclasses.replace(LONG, T=601, S=600, N=1)
 LONG_CAUSAL = dataclasses.replace(
     LONG, options=lambda random, case: dict(is_causal=True, query_offset=-20)
 )
-in_order = pytest.mark.parametrize("in_order", [False, True], ids=["one-pass", "in-order"])
+BACKWARDS, IDS = [False, True, TWO_PASSES], ["one-pass", "in-order", "two-passes"]
+every_backward = pytest.mark.parametrize("in_order", BACKWARDS, ids=IDS)
+in_order = pytest.mark.parametrize("in_order", cases.default(BACKWARDS[:2], BACKWARDS), ids=IDS)
 
 
 def with_bias(axes, B=2, **options):

@@ -250,6 +250,7 @@ class Barriers:
 
 here = threading.local()
 device_memory = threading.Lock()
+counted = threading.Condition()
 
 
 def one_barrier(barrier):
@@ -604,6 +605,18 @@ def count_up(ref):
     return before
 
 
+def await_count(ref, count):
+    with counted:
+        if not counted.wait_for(lambda: ref.array[ref.index] >= number(count), TIMEOUT):
+            raise EmulationError(f"deadlock: waits for a count of {number(count)}")
+
+
+def raise_count(ref):
+    with counted:
+        ref.array[ref.index] += 1
+        counted.notify_all()
+
+
 def store_fragments(x, ref):
     x = fragments(x)
     groups_at(ref, range(len(x)))[...] = x
@@ -772,6 +785,8 @@ fake_ptx = dict(
     store_fragments=store_fragments,
     load_fragments=load_fragments,
     count_up=count_up,
+    await_count=await_count,
+    raise_count=raise_count,
     anew=lambda x: x,
     meet=meet,
     fence=lambda: None,
@@ -787,14 +802,18 @@ fake_ptx = dict(
 def launch(
     kernel, operands, *, outputs, memory, grid, warpgroups, static, sums=(), cluster_size=1, **_
 ):
-    """As `common.launch`: CTAs, or clusters of them, in any order, `AT_A_TIME`."""
+    """As `common.launch`: CTAs, or clusters of them, in any order, `AT_A_TIME`.
+
+    CTAs that take turns start in the order of the grid.
+    """
     sums = jax.tree.map(np.array, tuple(sums))
     outputs = [np.full(shape, np.nan, jnp.dtype(dtype)) for shape, dtype in outputs]
     results = [*jax.tree.leaves(sums), *outputs]
     arrays = *jax.tree.map(np.asarray, tuple(operands)), *sums, *outputs
     refs = jax.tree.map(Device, arrays)
     places = list(itertools.product(*map(range, grid.values())))
-    random.Random(0).shuffle(places)
+    if not getattr(static, "in_turn", False):
+        random.Random(0).shuffle(places)
 
     def run_program(place, cluster, rank, memory):
         program = Program(cluster)

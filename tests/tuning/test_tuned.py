@@ -369,9 +369,9 @@ def plan_of(monkeypatch, **options):
         (selected(MOSAIC, ["dkv", "dq"]), False, "mosaic", True),
         (selected(MOSAIC, ["dq"]), False, "mosaic", True),
         (selected(MOSAIC, ["backward"]), False, "mosaic", False),
-        (selected(MOSAIC, ["backward"]), True, "triton", False),
+        (selected(MOSAIC, ["backward"]), True, "mosaic", True),
         (dataclasses.replace(TRITON, backward=BackwardTile(128)), False, "mosaic", False),
-        (dataclasses.replace(TRITON, backward=BackwardTile(128)), True, "triton", False),
+        (dataclasses.replace(TRITON, backward=BackwardTile(128)), True, "mosaic", True),
         (TRITON, False, "triton", False),
     ],
 )
@@ -385,7 +385,7 @@ def test_tiles_say_how_gradients_are_computed(
     assert plan.forward.tiles == selected(
         of_implementation(given, plan.implementation), ["forward"]
     )
-    kernels = ["dkv", "dq"] if by == "triton" or in_order else ["backward"]
+    kernels = ["backward"] if by == "mosaic" and given.backward else ["dkv", "dq"]
     assert plan.backward.tiles == selected(of_implementation(given, by), kernels)
 
 

@@ -26,7 +26,7 @@ from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import TileSizes, padded, tile_of
+from pallas_flash._problem.tile_sizes import TileSizes, in_clusters, padded, tile_of
 
 
 def forward(problem: Problem, sizes: TileSizes):
@@ -72,14 +72,17 @@ def backward(
         in_order: whether every sum must have a fixed order, so that all runs give the same bits.
     """
     p = problem
-    head_dim, _ = padded(p.head_dim, p.value_dim)
+    head_dim, value_dim = padded(p.head_dim, p.value_dim)
+    # CTAs of clusters have no turns yet.
+    tile = None if in_order and in_clusters(head_dim, value_dim) else tile_of(sizes, "backward")
+    two_passes = tile is None
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.
     valid = None if want_bias else p.valid_lengths()
     center = key_center.center_for_shift(p, log_sum)
     delta, centered_log_sum, *dq_sums = preprocess(
         *(p, o, do, log_sum),
-        dq_columns=0 if in_order else head_dim,
+        dq_columns=0 if two_passes else head_dim,
         # For the gradient of the scale all sums of dq are read.
         valid=None if valid is None or want_scale else valid[0],
         center=center,
@@ -102,21 +105,20 @@ def backward(
     clean = dataclasses.replace(p, query=q, key=k, value=v)
     options: dict[str, Any] = dict(row_sums=row_sums, want_scale=want_scale)
     rows = do, centered_log_sum, delta
-    if in_order:
+    if two_passes:
         # dq's kernel streams the keys, so no CTA could center them once.
         centered = clean
         if center is not None:
             centered = dataclasses.replace(clean, key=key_center.centered(k, center[:, None]))
-        grads = _grads(centered, rows, tile_of(sizes, "dkv"), valid, deterministic=True, **options)
+        of_keys = centered, rows, tile_of(sizes, "dkv"), valid
+        grads = _grads(*of_keys, two_passes=True, deterministic=True, **options)
         dq, dscale = backward_dq.dq(
             centered, *rows, tile_of(sizes, "dq"), valid, center=center, **options
         )
         dscale = None if dscale is None else dscale.sum()
     else:
-        options |= dict(dq_sums=dq_sums[0], center=center)
-        grads = _grads(
-            clean, rows, tile_of(sizes, "backward"), valid, deterministic=False, **options
-        )
+        options |= dict(dq_sums=dq_sums[0], center=center, deterministic=in_order)
+        grads = _grads(clean, rows, tile, valid, two_passes=False, **options)
         dq = grads["dq"]
         if want_scale:
             # These sums are float32, and have not their factor yet.
@@ -135,12 +137,12 @@ def backward(
     return Gradients(dq, grads["dk"], grads["dv"], dscale, dbias, sinks)
 
 
-def _grads(p: Problem, rows, tile, valid, *, deterministic: bool, dq_sums=None, **options) -> dict:
+def _grads(p: Problem, rows, tile, valid, *, two_passes: bool, dq_sums=None, **options) -> dict:
     """Return what the launches of `backward_launch` compute, by name."""
     (do, log_sum, delta), results = rows, {}
     sizes = padded(p.head_dim, p.value_dim)
-    for grads in Grads.launches(*sizes, deterministic=deterministic):
-        options |= dict(dq_sums=dq_sums if grads.dq else None, deterministic=deterministic)
+    for grads in Grads.launches(*sizes, two_passes=two_passes):
+        options |= dict(dq_sums=dq_sums if grads.dq else None)
         results |= backward_launch.backward(p, do, log_sum, delta, tile, grads, valid, **options)
     return results
 

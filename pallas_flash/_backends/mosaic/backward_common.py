@@ -55,6 +55,8 @@ class Operands(NamedTuple):
         is_centered: int32 [B, K], whether this vector is not zero.
         row_sums: float32 [B, N, rows], the sums of ds over a row; None if they are zero.
         table: int32, the rows of `scheduler.block_table`; None without a mask.
+        turns: int32 [rows of the table, tiles of queries], how many CTAs add to a tile of dq before
+            a CTA, where they do it in turn and there is a mask; else None.
         options: the arrays of `Options.operands`.
         streamed: the (q, k) arrays of which tiles are copied.
     """
@@ -72,6 +74,7 @@ class Operands(NamedTuple):
     is_centered: Any = None
     row_sums: Any = None
     table: Any = None
+    turns: Any = None
     options: Any = ()
     streamed: pairs.StreamedArrays = pairs.StreamedArrays()
 
@@ -258,11 +261,11 @@ class BackwardConfig(common.KernelConfig):
 def neighbours(num_kv_heads: int, in_clusters: bool = False) -> int:
     """Return how many K/V heads are neighbours in the grid, nearly equal numbers of them.
 
-    CTAs of one head start at the same inner tiles: many at a time would read the same memory, and
-    in one pass add to the same memory. CTAs of many heads together read and add to more
-    memory than L2 holds. Timed on an H100, one pass, CTAs: with one head at a time twice as long at
-    2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as long as 32. Clusters, of which half
-    as many run at a time, at head dim 256: 4 take 0.5 to 1 times as long as 8, 16 or 32.
+    CTAs of many heads at a time read and add to more memory than L2 holds. Without clusters,
+    neighbours lie on the slowest axis of the grid: CTAs of all tiles of one come before the next
+    one's. Timed on an H100, one pass: without neighbours, where all heads run at a time, twice as
+    long at 2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as long as 32. Clusters have
+    them on the fastest axis. At head dim 256, 4 take 0.5 to 1 times as long as 8, 16 or 32.
     """
     blocks = -(-num_kv_heads // (MAX_NEIGHBOURS_IN_CLUSTERS if in_clusters else MAX_NEIGHBOURS))
     return -(-num_kv_heads // blocks)

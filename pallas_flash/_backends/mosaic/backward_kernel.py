@@ -16,12 +16,21 @@ head dims) takes two CTAs or two launches. `Grads` says which gradients a launch
 |---|---|---|
 | H + V up to 256 | dq, dk and dv | 5 |
 | H + V above 256 | dq, dk and dv, by a cluster (`backward_cluster`) | 5 |
-| deterministic, H + V up to 256 | dk and dv; dq (`backward_dq`) | 4 + 3 |
-| deterministic, H + V above 256 | dk; dv; dq | 3 + 2 + 3 |
+| deterministic, H + V up to 256 | dq, dk and dv, in turn | 5 |
+| deterministic, H + V above 256 | dk; dv; dq (`backward_dq`) | 3 + 2 + 3 |
+| if threads read a bias, H or V above 64 | dk and dv; dq, or the row before | 4 + 3 |
+
+**In turn.** Where sums must have one order, CTAs add to a tile of dq in the order of their K/V
+tiles, from the last to the first. A counter in device memory says how many have added. The producer
+waits until they are all whose turn is before (`scheduler.turns`), and counts its own CTA when the
+consumers have released the queries of the step, after they have added. So nobody waits but for
+earlier CTAs of the grid, which run or have ended: a GPU starts CTAs in the order of the grid. Under
+a causal mask, the CTA of the next keys is two tiles ahead (one at head dims up to 64), and the wait
+is over before it begins.
 
 Keys are centered first, see `_problem.key_center`: where the center c of a head is not zero, each
 warpgroup subtracts it from its 64 keys in shared memory, once. The LSE is of the scores of k - c.
-In the deterministic backward XLA subtracts it, because `backward_dq` streams keys.
+In two passes XLA subtracts it, because `backward_dq` streams keys.
 
 **Roles.** A CTA has 128 keys and three warpgroups. Consumer warpgroups 0 and 1 (240 registers) have
 64 keys each. For dq both need ds_t of all 128 keys, so they exchange it through shared memory, and
@@ -51,6 +60,7 @@ released.
 | queries.empty[stage] | 2 | consumers | producer | s_t and dk have been computed from q |
 | cotangents.full[stage] | copies of do | these copies | consumers | do is there |
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
+| turn[stage] | 1 | producer | consumers | dq of the step may be added, in turn |
 | cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
 | pairs.full[stage] | 2 for a bias (4), 1 a mask | their copies | consumers | tiles are there |
@@ -134,10 +144,13 @@ class KeysScratch(NamedTuple):
     pairs: Pipeline | None
     kv_full: Any
     delta_full: Any
+    turn: Any
     landed: Any
 
 
-def keys_scratch(p: Problem, tile: BackwardTile, grads: Grads, has_lengths: bool) -> KeysScratch:
+def keys_scratch(
+    p: Problem, tile: BackwardTile, grads: Grads, has_lengths: bool, in_turn: bool
+) -> KeysScratch:
     """Return its specification; arguments as of `backward_launch.scratch`."""
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
     stages, block_q = grads.stages(tile), tile.block_q
@@ -166,6 +179,7 @@ def keys_scratch(p: Problem, tile: BackwardTile, grads: Grads, has_lengths: bool
         pairs=None,
         kv_full=common.barriers(1, kv_copies * (1 if has_lengths else CONSUMERS)),
         delta_full=common.barriers(stages) if grads.dk else None,
+        turn=common.barriers(stages) if in_turn else None,
         landed=common.barriers(1) if has_lengths else None,
     )
     pipelines = pairs_pipelines(p, block_q, stages)
@@ -364,7 +378,10 @@ class BackwardConsumer(KeysConsumer):
         # The registers of a thread have no room for 256 columns and for ds_t.
         dk = self.start_dk(j, sums.dk, my_ds if self.head_dim > 192 else ds_t)
         dv = self.wait_dv(j, sums.dv, running=2)
-        self.store_dq(place, ptx.wait(1, dq))
+        dq = ptx.wait(1, dq)
+        if self.config.in_turn:
+            plgpu.barrier_wait(self.scratch.turn.at[self.queries.stage(j)])
+        self.store_dq(place, dq)
         return Sums(dk, dv)
 
     def store_dq(self, place, dq):
@@ -433,6 +450,8 @@ class BackwardProducer(KeysProducer):
             for source, tile in of_kv if config.grads.dk else of_kv[:1]:
                 self.copy_keys(source, self.kv_head, self.first_key, tile, scratch.kv_full)
         pl.loop(jnp.int32(0), self.inner.count)(self.step)
+        if config.in_turn:
+            pl.loop(self.inner.count, self.inner.count + config.stages)(self.acquire_queries)
 
     def step(self, j):
         """Copy one inner tile."""
@@ -446,11 +465,13 @@ class BackwardProducer(KeysProducer):
         self.config.streams.copy(
             self.operands.streamed, scratch.pairs, j, self.cta.b, h, first_query, self.first_key
         )
+        if self.config.in_turn:
+            self.await_turn(j)
 
     def load_queries(self, j, h, first_query):
         """Copy q and the statistics."""
         queries, operands = self.scratch.queries, self.operands
-        queries.producer_wait(j)
+        self.acquire_queries(j)
         stage, full = queries.stage(j), queries.filled(j)
         self.copy_queries(operands.q, h, first_query, queries.smem["tiles"].at[stage], full)
         rows = pl.ds(first_query, self.config.q.block)
@@ -458,6 +479,31 @@ class BackwardProducer(KeysProducer):
             place = self.config.statistic(queries.smem["statistics"], name, stage)
             source = getattr(operands, name).at[self.cta.b, h, rows]
             plgpu.copy_gmem_to_smem(source, place, full)
+
+    def acquire_queries(self, j):
+        """Wait until queries of step j have a stage: those that had it are added to dq."""
+        self.scratch.queries.producer_wait(j)
+        if self.config.in_turn:
+            before = j - self.config.stages
+            common.when(before >= 0)(lambda: ptx.raise_count(self.turn_of(before)[0]))
+
+    def await_turn(self, j):
+        """Wait until it is the CTA's turn to add dq of step j, and report it to the consumers."""
+        counter, tile = self.turn_of(j)
+        config, cta = self.config, self.cta
+        turn = config.kv.count - 1 - cta.kv_tile
+        if config.masked:
+            row = config.table_row(cta.b, self.kv_head, cta.kv_tile)
+            turn = plgpu.load(self.operands.turns.at[row, tile])
+        ptx.await_count(counter, turn)
+        plgpu.barrier_arrive(self.scratch.turn.at[self.scratch.queries.stage(j)])
+
+    def turn_of(self, j):
+        """Return how many CTAs have added to the tile of dq of step j, and the tile's number."""
+        config, (head, first_query) = self.config, self.inner.place_of(j)
+        tile = common.quotient(first_query, config.q.block)
+        row = self.cta.b * config.num_q_heads + self.first_head + head
+        return self.grads_refs["turns"].at[row * config.q.count + tile], tile
 
     def load_cotangents(self, j, h, first_query):
         """Copy do and delta."""
@@ -483,7 +529,7 @@ def pallas_flash_backward(operands: Operands, added, *outputs, static: OuterKeys
     grads = added | dict(zip(stored, outputs, strict=True))
     head, kv_tile, outer, warpgroup = map(lax.axis_index, ("head", "kv_tile", "outer", "warpgroup"))
     b, head = config.place(head, outer)
-    args = config, operands, grads, scratch, Cta(b, head, kv_tile)
+    args = config, operands, grads, scratch, Cta(b, head, config.kv_tile(kv_tile))
 
     @common.when(config.exists(head, warpgroup < CONSUMERS))
     def _():

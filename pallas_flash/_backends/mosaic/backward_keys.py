@@ -70,9 +70,9 @@ class Grads(enum.Enum):
         self.dq, self.dk, self.dv = (name in names for name in ("dq", "dk", "dv"))
 
     @classmethod
-    def launches(cls, head_dim: int, value_dim: int, deterministic: bool) -> "list[Grads]":
-        """Return what is launched, by the padded head dims."""
-        if deterministic:
+    def launches(cls, head_dim: int, value_dim: int, two_passes: bool) -> "list[Grads]":
+        """Return what is launched, by the padded head dims; dq is apart in two passes."""
+        if two_passes:
             return [cls.DK, cls.DV] if in_clusters(head_dim, value_dim) else [cls.DK_DV]
         return [cls.DQ_DK_DV]
 
@@ -107,12 +107,14 @@ class OuterKeysConfig(BackwardConfig):
         grads: what it computes.
         splits: the CTAs that share a K/V tile.
         adds: whether CTAs add dk and dv in device memory, in no order.
+        in_turn: whether they add dq in turn, see `backward_kernel`.
         centers: whether keys have a center, which may be zero.
     """
 
     grads: Grads
     splits: Splits
     adds: bool
+    in_turn: bool
     centers: bool
 
     @property
@@ -129,6 +131,10 @@ class OuterKeysConfig(BackwardConfig):
     def dq_tiles(self) -> int:
         """Tiles of 64 queries that the sums of dq have for a head: of 128 whole ones."""
         return -(-self.q.count * self.q.block // 128) * 2
+
+    def kv_tile(self, place):
+        """Return the K/V tile of a place in the grid: in turn the last one comes first."""
+        return self.kv.count - 1 - place if self.in_turn else place
 
     def dq_columns(self, head_dim: int) -> int:
         """Return the columns of dq that a warpgroup computes.

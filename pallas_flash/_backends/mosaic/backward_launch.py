@@ -33,7 +33,14 @@ from pallas_flash._problem.scores import LogSum
 from pallas_flash._problem.tile_sizes import BackwardTile, in_clusters, padded
 
 
-def scratch(p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool = False):
+def scratch(
+    p: Problem,
+    tile: BackwardTile,
+    grads: Grads,
+    *,
+    has_lengths: bool = False,
+    in_turn: bool = False,
+):
     """Return the specification of a `KeysScratch` or of a `ClusterScratch`.
 
     Tiles of (q, k) arrays are in it where there is room beside all else.
@@ -43,27 +50,28 @@ def scratch(p: Problem, tile: BackwardTile, grads: Grads, *, has_lengths: bool =
         tile: block sizes.
         grads: what is computed.
         has_lengths: whether there are valid lengths.
+        in_turn: whether CTAs add dq in turn.
     """
     if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
         return cluster_scratch(p, tile, has_lengths)
-    return keys_scratch(p, tile, grads, has_lengths)
+    return keys_scratch(p, tile, grads, has_lengths, in_turn)
 
 
-def default_tile(p: Problem, *, in_order: bool) -> BackwardTile | None:
+def default_tile(p: Problem, *, two_passes: bool) -> BackwardTile | None:
     """Return the tile of the launches of a call; None if one pass is the slower backward.
 
     It is where threads read a bias in device memory, and heads are wide. On an H200, 2048 tokens at
     head dim 128 take two passes 2.35 ms, and one pass 4.73 ms.
     """
     sizes = padded(p.head_dim, p.value_dim)
-    tile = largest_tile(*sizes, in_order)
-    if in_order or p.bias is None or all_columns(*sizes):
+    tile = largest_tile(*sizes, two_passes)
+    if two_passes or p.bias is None or all_columns(*sizes):
         return tile
-    launches = Grads.launches(*sizes, deterministic=False)
+    launches = Grads.launches(*sizes, two_passes=False)
     return tile if all(copies_bias(p, tile, grads) for grads in launches) else None
 
 
-def largest_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
+def largest_tile(head_dim: int, value_dim: int, two_passes: bool) -> BackwardTile:
     """Return the tile with as many stages as fit, up to two, by the padded head dims.
 
     In clusters the count takes half of k's columns for each CTA; at 192 + 192 and 96 + 256 the
@@ -72,8 +80,8 @@ def largest_tile(head_dim: int, value_dim: int, in_order: bool) -> BackwardTile:
     if all_columns(head_dim, value_dim):
         return BackwardTile(128)
     block_q, width = 64, head_dim + value_dim
-    taken = 128 * width + (0 if in_order else 2 * 128 * block_q)
-    if not in_order and in_clusters(head_dim, value_dim):
+    taken = 128 * width + (0 if two_passes else 2 * 128 * block_q)
+    if not two_passes and in_clusters(head_dim, value_dim):
         # A CTA of a cluster has room for messages, and for the larger set of tiles of the two.
         of_dv = 128 * head_dim + block_q * width
         of_dk = 128 * value_dim + 128 * (head_dim // 2) + 2 * 128 * block_q
@@ -97,15 +105,15 @@ def copies_bias(p: Problem, tile: BackwardTile, grads: Grads) -> bool:
 
 def check_tile(kernel: str, tile: BackwardTile, p: Problem) -> None:
     """Raise ValueError if a tile of "dkv" or "backward" does not fit on the GPU."""
-    sizes, in_order = padded(p.head_dim, p.value_dim), kernel == "dkv"
-    launches = Grads.launches(*sizes, deterministic=in_order)
+    sizes, two_passes = padded(p.head_dim, p.value_dim), kernel == "dkv"
+    launches = Grads.launches(*sizes, two_passes=two_passes)
     memory = max((scratch(p, tile, grads) for grads in launches), key=common.smem_bytes)
     columns = max(sizes) if in_clusters(*sizes) else sum(sizes)
     common.check_fits(kernel, tile, p, memory, columns // 2 + tile.block_q, REGISTERS[0])
     # Two warpgroups share a tile of dq, by its queries or by its columns. Where dv has a launch of
     # its own, the 64 rows of a warpgroup leave through a stage of do.
     rows = 2 * ptx.ROWS if all_columns(*sizes) else ptx.ROWS
-    if (not in_order or in_clusters(*sizes)) and tile.block_q != rows:
+    if (not two_passes or in_clusters(*sizes)) and tile.block_q != rows:
         raise ValueError(
             f"`config.{kernel}` must have {rows} queries at head dim "
             f"{max(p.head_dim, p.value_dim)}; got {tile}. Use block_q={rows}."
@@ -153,7 +161,7 @@ def backward(
         row_sums: float32 [B, N, T], the sums of ds over a row; None if they are zero. With a center
             and without `want_scale`, dq receives its term of them.
         want_scale: whether dq is to be in float32 and without its factor.
-        deterministic: whether dk and dv are to be summed in a fixed order.
+        deterministic: whether all sums are to have a fixed order.
     """
     p = problem
     q, kv = Tiling(p.q_len, tile.block_q), Tiling(p.kv_len, BLOCK_KV)
@@ -162,7 +170,8 @@ def backward(
     steps = backward_splits.Steps.from_problem(p, q, kv)
     # As many rows as delta has: whole tiles of 128, for dq.
     operands = Operands.from_call(p, do, log_sum, delta, valid, delta.shape[2])
-    memory = scratch(p, tile, grads, has_lengths=valid is not None)
+    in_turn = deterministic and grads.dq
+    memory = scratch(p, tile, grads, has_lengths=valid is not None, in_turn=in_turn)
     # Only q and do get an axis of strips in device memory: a consumer copies its half of k and v,
     # which would be no one piece there.
     operands = operands._replace(
@@ -203,9 +212,13 @@ def backward(
             grads=grads,
             splits=splits,
             adds=splits.count > 1 and not deterministic,
+            in_turn=in_turn,
             centers=center is not None,
         )
-        operands = operands.launched(config, arrays, table, streamed=streamed)
+        turns = None
+        if in_turn and config.masked:
+            turns = scheduler.turns(table, q.count, config.scattered).reshape(-1, q.count)
+        operands = operands.launched(config, arrays, table, turns=turns, streamed=streamed)
         results = _launch(config, p, memory, operands, x["dq_sums"])
         factor = rescaled(extras.dropout, scale)
         return _rows(config, p, operands, results, factor, x["weights"], want_scale)
@@ -221,6 +234,8 @@ def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_
     fragments, outputs, added = _fragments(config, p, batch), {}, {}
     if grads.dq:
         added["dq"] = dq_sums.reshape(-1, *ptx.OF_GROUP)
+    if config.in_turn:
+        added["turns"] = jnp.zeros(batch * p.num_heads * config.q.count, jnp.int32)
     for name, like in (("dk", operands.k), ("dv", operands.v)):
         if name not in grads.names:
             continue
@@ -230,6 +245,9 @@ def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_
         if config.adds:
             added[name] = jnp.zeros(*outputs.pop(name))
     grid = config.grid(batch, kv_tile=config.kv.count)
+    if config.in_turn and not config.masked:
+        # Every CTA waits for the one before: heads at once make the chain that waits short.
+        grid = dict(reversed(grid.items()))
     kernel: dict[str, Any] = dict(kernel=_kernel(grads), grid=grid)
     if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
         kernel = dict(

@@ -226,7 +226,7 @@ def launch(
         operands: trees of arrays.
         outputs: (shape, dtype) of each.
         memory: shared memory and barriers by name.
-        grid: names and lengths of its axes, the first varies fastest.
+        grid: names and lengths of its axes, the last varies fastest.
         warpgroups: warpgroups of a CTA.
         static: what the kernel knows at compile time.
         sums: trees of arrays in device memory that CTAs update: sums, a counter.

@@ -133,6 +133,32 @@ def block_table(
     return rows.reshape(-1, *rows.shape[2:])
 
 
+def turns(table, inner_tiles: int, scattered: bool):
+    """Return how many later outer tiles have an inner tile, [..., outer tiles, inner tiles].
+
+    Args:
+        table: as `block_table` returned it.
+        inner_tiles: the number of inner tiles.
+        scattered: whether it holds lists.
+    """
+    # XLA is not to compute this while it compiles, which would be slow.
+    table = lax.optimization_barrier(jnp.asarray(table))
+    if scattered:
+        lists = table[..., 2:]
+        place = lax.broadcasted_iota(jnp.int32, lists.shape, lists.ndim - 1)
+        lists = jnp.where(place < table[..., 1:2], lists, inner_tiles)
+        has = jnp.zeros((*table.shape[:-1], inner_tiles), jnp.bfloat16)
+        has = jnp.put_along_axis(has, lists, 1, axis=-1, inplace=False, mode="drop")
+    else:
+        shape = *table.shape[:-1], inner_tiles
+        tile = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        has = ((table[..., :1] <= tile) & (tile < table[..., 3:])).astype(jnp.bfloat16)
+    # A product: with XLA's cumsum, 16384 causal tokens took 0.3 ms more on an H200.
+    later = jnp.triu(jnp.ones((table.shape[-2],) * 2, jnp.bfloat16), 1)
+    sums = jnp.einsum("ij,...jt->...it", later, has, preferred_element_type=jnp.float32)
+    return sums.astype(jnp.int32)
+
+
 def map_instances(function, mask: Mask, instances: int):
     """Return `function(mask)` of each instance, [1 or instances, ...].
 

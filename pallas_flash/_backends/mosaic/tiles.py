@@ -44,7 +44,7 @@ def _default_tile(kernel: str, p: Problem, f: CallFeatures) -> Any:
         case "forward":
             return paged.default_tile(p) if decode.packs(p) else forward_kernel.default_tile(f)
         case "backward" | "dkv":
-            return backward_launch.default_tile(p, in_order=kernel == "dkv")
+            return backward_launch.default_tile(p, two_passes=kernel == "dkv")
         case "dq":
             return backward_dq.default_tile(p)
     return None

@@ -28,6 +28,8 @@ A percentage is a gain in the time of a whole pass, measured on an H200, mostly 
     add_fragments           4 % of the backward, against adding through shared memory
     load_fragments          sums become rows at 4 TB/s; XLA's transposition reaches 3.4 TB/s
     count_up                Pallas has no atomic addition that says what was there before
+    await_count, raise_count
+                            Pallas cannot wait for a number in device memory
     anew                    no spills in dq at head dim 256, nor by masks at head dim 64
     meet, fence             two barriers fewer for each tile of the backward; right results where
                             wgmma or a copy follows what threads wrote or read
@@ -94,6 +96,7 @@ from pallas_flash._backends.mosaic.ptx.memory import BITS as BITS
 from pallas_flash._backends.mosaic.ptx.memory import FREE_BARRIER as FREE_BARRIER
 from pallas_flash._backends.mosaic.ptx.memory import LOG_BITS as LOG_BITS
 from pallas_flash._backends.mosaic.ptx.memory import add_fragments as add_fragments
+from pallas_flash._backends.mosaic.ptx.memory import await_count as await_count
 from pallas_flash._backends.mosaic.ptx.memory import bits as bits
 from pallas_flash._backends.mosaic.ptx.memory import bits_of_tile as bits_of_tile
 from pallas_flash._backends.mosaic.ptx.memory import count_up as count_up
@@ -104,6 +107,7 @@ from pallas_flash._backends.mosaic.ptx.memory import load_strips as load_strips
 from pallas_flash._backends.mosaic.ptx.memory import load_transposed as load_transposed
 from pallas_flash._backends.mosaic.ptx.memory import meet as meet
 from pallas_flash._backends.mosaic.ptx.memory import put_strips as put_strips
+from pallas_flash._backends.mosaic.ptx.memory import raise_count as raise_count
 from pallas_flash._backends.mosaic.ptx.memory import store_fragments as store_fragments
 from pallas_flash._backends.mosaic.ptx.memory import store_rows as store_rows
 from pallas_flash._backends.mosaic.ptx.memory import store_zeros as store_zeros

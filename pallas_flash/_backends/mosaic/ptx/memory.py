@@ -218,6 +218,53 @@ def count_up(ref):
     return emit(ref)
 
 
+def await_count(ref, count):
+    """Wait in one thread of the warpgroup until an int32 in device memory is at least `count`.
+
+    Threads to which it then reports see all that was added before `raise_count`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
+    def emit(_, ref, count):
+        _emit(
+            "{ .reg .pred other, early; .reg .b32 seen; setp.ne.u32 other, $2, 32; "
+            "@other bra done; again: ld.acquire.gpu.global.b32 seen, [$0]; "
+            "setp.lt.s32 early, seen, $1; @early bra again; done: }",
+            *("l,r,r", pointer_to(ref), count.registers.flat[0], thread_number()),
+        )
+
+    emit(ref, count)
+
+
+def raise_count(ref):
+    """Add 1 to an int32 in device memory, after all that threads added and reported to this one.
+
+    Another thread does it than the one in `await_count`, which may be waiting.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def emit(_, ref):
+        _emit(
+            "{ .reg .pred mine; setp.eq.u32 mine, $1, 64; @mine fence.acq_rel.gpu; "
+            "@mine red.relaxed.gpu.global.add.s32 [$0], 1; }",
+            *("l,r", pointer_to(ref), thread_number()),
+        )
+
+    emit(ref)
+
+
+def _emit(text: str, constraints: str, *arguments):
+    """Emit assembly without a result, that no access of memory is moved across."""
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        list(arguments),
+        text,
+        f"{constraints},~{{memory}}",
+        has_side_effects=True,
+        asm_dialect=0,
+    )
+
+
 def gather(ref, at, *, pairs: bool):
     """Return `ref[at]` for [n] in device memory and int32 [64, n]; integers become 32 bits wide.
 
