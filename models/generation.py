@@ -429,7 +429,10 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 def check_tokens(name: str, prompt: Sequence[int], vocab_size: int, where: str = "") -> None:
     """Raise if the tokens of an argument are none, or not the model's."""
-    tokens = np.asarray(prompt)
+    try:
+        tokens = np.asarray(prompt)
+    except ValueError:  # NumPy's, for lists of unequal lengths.
+        tokens = np.empty((len(prompt), 0), object)
     if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
         raise ValueError(
             f"`{name}` must be a list of ints for each text; got {tokens.dtype} {tokens.shape}"

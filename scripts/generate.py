@@ -21,6 +21,7 @@ chat. The engine serves both, and no prompts.
 import argparse
 import dataclasses
 import itertools
+import os
 import pathlib
 import sys
 import typing
@@ -198,6 +199,8 @@ def answer_requests(flags: argparse.Namespace, source: Source) -> None:
     """Answer the requests of a file."""
     if flags.prompt or flags.prompts or flags.when_full != "stop":
         raise UserError("--requests must come without --prompt, --prompts and --when-full.")
+    if flags.out is not None and os.path.realpath(flags.out) == os.path.realpath(flags.requests):
+        raise UserError(f"--out must be another file than --requests; got {flags.out} for both.")
     defaults = engine_sampling(flags, source)
 
     def tokens_of(prompt: str) -> list[int]:

@@ -21,8 +21,8 @@ from models.generation import check_tokens
 from models.tokens import TextStream
 
 CACHE_DTYPES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"
-# Sizes of the programs that take prompts, each a quarter of the one before.
-SIZES = 3
+# Sizes of the programs that take prompts, each a quarter of the one before; the largest.
+SIZES, LARGEST = 3, 2**20
 
 
 class Answer:
@@ -143,6 +143,13 @@ class Engine:
         batch_invariant: bool = False,
     ):
         models = [model] if draft is None else [model, draft]
+        if tokenizer is not None and not (
+            hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")
+        ):
+            raise ValueError(
+                "`tokenizer` must have `encode` and `decode`, as in `models.tokens`; got "
+                f"{type(tokenizer).__name__}."
+            )
         sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests, drafts=drafts)
         sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length)
         most = _check(models, sizes, cache_dtype, batch_invariant)
@@ -200,7 +207,7 @@ class Engine:
         Args:
             sampling: How all requests are continued, if they are alike; None is in any way.
         """
-        for kind in KINDS if sampling is None else (sampling.kind,):
+        for kind in KINDS if sampling is None else (_checked(sampling).kind,):
             for size in (None, *self._sizes):
                 self._call(size, kind, self._slots.copy(), [])
             if self._drafts:
@@ -224,10 +231,7 @@ class Engine:
             ValueError: The prompt is empty, is longer than `max_length`, or has another token than
                 the model's; or its text, or the stop strings, come without a tokenizer.
         """
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            kind = f"{type(sampling).__module__}.{type(sampling).__name__}"
-            raise ValueError(f"`sampling` must be a models.engine.Sampling; got {kind}.")
+        sampling = Sampling() if sampling is None else _checked(sampling)
         words, tokens, following = self._tokenizer, self._tokens_of(prompt), []
         if self._scoring:  # The last token counts as drawn.
             tokens, following = tokens[:-1], tokens[1:]
@@ -246,6 +250,10 @@ class Engine:
         stops = sampling.stop_tokens
         if stops is None:
             stops = () if words is None else words.stop_tokens
+        elif not all(0 <= token < self._vocab_size for token in stops):
+            raise ValueError(
+                f"`stop_tokens` must be tokens from 0 to {self._vocab_size - 1}; got {[*stops]}."
+            )
         make = words and functools.partial(TextStream, words.decode, tokens, sampling.stop)
         id, self._next_id = self._next_id, self._next_id + 1
         # For a penalty, steps must see all tokens that the text has; and to score them.
@@ -267,7 +275,7 @@ class Engine:
         Raises:
             ValueError: There was no such request.
         """
-        if id not in range(self._next_id):
+        if isinstance(id, bool | float) or id not in range(self._next_id):
             raise ValueError(f"`id` must be a number that `submit` has returned; got {id!r}.")
         for text in list(self._texts.get(id, ())):
             self._end(text, "cancelled")
@@ -314,9 +322,12 @@ class Engine:
             raise ValueError("`run` and `score` need an engine without requests; it is `busy`.")
         if isinstance(prompts, str):
             raise ValueError("`prompts` must be a list of prompts; got a text: put it into a list.")
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"`prompts` must be a list of prompts; got {prompts!r}.")
         prompts = list(prompts)
-        if sampling is None or isinstance(sampling, Sampling):
-            sampling = [sampling or Sampling()] * len(prompts)
+        if not isinstance(sampling, Iterable):
+            sampling = [Sampling() if sampling is None else _checked(sampling)] * len(prompts)
+        sampling = list(sampling)
         if len(sampling) != len(prompts):
             raise ValueError(
                 f"`sampling` must be one for all {len(prompts)} prompts, or one for each; got "
@@ -360,6 +371,7 @@ class Engine:
         """
         if self.busy:
             raise ValueError("`set_model` needs an engine without requests; it is `busy`.")
+        _check_models([model])
         self._device.set_params(model)
         self._scheduler.pages.forget()
 
@@ -473,19 +485,19 @@ def _check(
     models: list[Decoder], sizes: dict[str, Any], cache_dtype: str | None, batch_invariant: bool
 ) -> int:
     """Raise if arguments of an engine do not fit; return the most tokens of a step."""
-    for name, part in zip(("model", "draft"), models, strict=False):
-        if not isinstance(part, Decoder):
-            raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
+    _check_models(models)
+    if not isinstance(batch_invariant, bool | np.bool_):
+        raise ValueError(f"`batch_invariant` must be True or False; got {batch_invariant!r}.")
     for name, size in sizes.items():
         optional = name in ("max_tokens_per_step", "max_length")
         check_int(name, size, 0 if name == "drafts" else 1, optional=optional)
     most, least = sizes["max_tokens_per_step"], sizes["max_requests"] * (1 + sizes["drafts"])
     if most is None:
         most = default_step(sizes["max_requests"], sizes["drafts"], batch_invariant)
-    if most & (most - 1) or most <= least:
+    if most & (most - 1) or not least < most <= LARGEST:
         raise ValueError(
             f"`max_tokens_per_step` must be a power of two above {least}, what all requests "
-            f"decode in a step; got {most}."
+            f"decode in a step, and at most {LARGEST}; got {most}."
         )
     if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
         known = ", ".join(CACHE_DTYPES)
@@ -500,6 +512,21 @@ def _check(
             "`batch_invariant` must be False with a `draft`, and on several devices; got True."
         )
     return most
+
+
+def _check_models(models: list[Decoder]) -> None:
+    """Raise if a model, or the draft model after it, is none."""
+    for name, part in zip(("model", "draft"), models, strict=False):
+        if not isinstance(part, Decoder):
+            raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
+
+
+def _checked(sampling: Any) -> Sampling:
+    """Return a `Sampling`, or raise if it is none."""
+    if not isinstance(sampling, Sampling):
+        kind = f"{type(sampling).__module__}.{type(sampling).__name__}"
+        raise ValueError(f"`sampling` must be a models.engine.Sampling; got {kind}.")
+    return sampling
 
 
 def _unknown(request: Request, count: int) -> list[int]:

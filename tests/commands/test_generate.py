@@ -641,6 +641,11 @@ def test_requests_are_answered(changed, run, tmp_path):
             [],
             "line 1 of {path}: `stop` must be a list of texts wit",
         ),
+        (
+            '{"prompt": "a"}',
+            ["--out", "{path}"],
+            "--out must be another file than --requests; got {path} for both.",
+        ),
         ('{"prompt": "a"}', ["--draft", "no"], "--draft must be a folder; got no."),
         ('{"prompt": "a"}', ["--batch-invariant"], "--batch-invariant must be False where it does"),
         ('{"prompt": "a"}', ["--out", "no/x"], "--out must be a file to write; got no/x: no such"),
@@ -655,5 +660,6 @@ def test_requests_are_answered(changed, run, tmp_path):
 def test_wrong_request_is_refused(weights, refused, tmp_path, line, words, said):
     path = tmp_path / "requests"
     path.write_text(line)
+    words = [word.format(path=path) for word in words]
     found = refused(weights, "--requests", path, *words)
     assert found.startswith(said.format(path=path))

@@ -376,12 +376,15 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         (
             lambda: engine_of(max_tokens_per_step=24),
             "`max_tokens_per_step` must be a power of two above 4, what all requests decode in a "
-            "step; got 24",
+            "step, and at most 1048576; got 24",
         ),
         (lambda: engine_of(max_requests=16), "must be a power of two above 16, what all requests"),
         (lambda: engine_of(drafts=4), "must be a power of two above 20, what all requests decode"),
         (lambda: engine_of(draft=draft_model()), "`drafts` must be at least 1 with a `draft`; got"),
         (lambda: engine_of(drafts=1, draft=3), "`draft` must be a Decoder; got int"),
+        (lambda: engine_of(max_tokens_per_step=2**40), "and at most 1048576; got 1099511627776"),
+        (lambda: engine_of(batch_invariant=1), "`batch_invariant` must be True or False; got 1"),
+        (lambda: engine_of(tokenizer="x"), "`tokenizer` must have `encode` and `decode`, as in"),
         (lambda: engine_of(drafts=-1), "`drafts` must be an int of at least 0; got -1"),
         (
             lambda: engine_of(cache_dtype="int4"),
@@ -408,10 +411,25 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         ),
         (lambda: engine_of().submit([1], Sampling(stop=["a"])), "`stop` needs an engine with"),
         (lambda: engine_of().run([[1]], [GREEDY] * 2), "or one for each; got 2"),
+        (lambda: engine_of().run([[1]], 3), "`sampling` must be a models.engine.Sampling; got bui"),
+        (
+            lambda: engine_of().warm_up(3),
+            "`sampling` must be a models.engine.Sampling; got builtin",
+        ),
+        (lambda: engine_of().run(None), "`prompts` must be a list of prompts; got None"),
+        (
+            lambda: engine_of().submit([1, [2]]),
+            "`prompt` must be a list of ints for each text; got",
+        ),
+        (
+            lambda: engine_of().submit([1], Sampling(stop_tokens=[31])),
+            "must be tokens from 0 to 30;",
+        ),
         (lambda: engine_of().run("a"), "`prompts` must be a list of prompts; got a text"),
         (lambda: engine_of().run([1, 2]), "`prompt` must be a list of ints for each text; got int"),
         (lambda: engine_of().run([[1]], GREEDY)[0].text, "`text` needs an engine with a tokeniz"),
         (lambda: engine_of().cancel(0), "`id` must be a number that `submit` has returned; got 0"),
+        (lambda: engine_of().set_model(3), "`model` must be a Decoder; got int"),
         (lambda: engine_of().set_model(make("llama", vocab_size=30)), "`model` must have the"),
         (lambda: Sampling(max_tokens=0), "`max_tokens` must be an int of at least 1, or None"),
         (lambda: Sampling(samples=None), "`samples` must be an int of at least 1; got None"),
