@@ -143,13 +143,7 @@ class Engine:
         batch_invariant: bool = False,
     ):
         models = [model] if draft is None else [model, draft]
-        if tokenizer is not None and not (
-            hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")
-        ):
-            raise ValueError(
-                "`tokenizer` must have `encode` and `decode`, as in `models.tokens`; got "
-                f"{type(tokenizer).__name__}."
-            )
+        _check_tokenizer(tokenizer)
         sizes = dict(pages=pages, page_size=page_size, max_requests=max_requests, drafts=drafts)
         sizes |= dict(max_tokens_per_step=max_tokens_per_step, max_length=max_length)
         most = _check(models, sizes, cache_dtype, batch_invariant)
@@ -519,6 +513,16 @@ def _check_models(models: list[Decoder]) -> None:
     for name, part in zip(("model", "draft"), models, strict=False):
         if not isinstance(part, Decoder):
             raise ValueError(f"`{name}` must be a Decoder; got {type(part).__name__}.")
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    """Raise if a tokenizer is none of `models.tokens`, nor like them."""
+    for name in () if tokenizer is None else ("encode", "decode", "stop_tokens"):
+        if not hasattr(tokenizer, name):
+            raise ValueError(
+                f"`tokenizer` must have `{name}`, as in `models.tokens`; got "
+                f"{type(tokenizer).__name__}."
+            )
 
 
 def _checked(sampling: Any) -> Sampling:

@@ -384,7 +384,10 @@ def test_drawn_tokens_have_their_probability(sampling, wanted):
         (lambda: engine_of(drafts=1, draft=3), "`draft` must be a Decoder; got int"),
         (lambda: engine_of(max_tokens_per_step=2**40), "and at most 1048576; got 1099511627776"),
         (lambda: engine_of(batch_invariant=1), "`batch_invariant` must be True or False; got 1"),
-        (lambda: engine_of(tokenizer="x"), "`tokenizer` must have `encode` and `decode`, as in"),
+        (
+            lambda: engine_of(tokenizer="x"),
+            "`tokenizer` must have `decode`, as in `models.tokens`; g",
+        ),
         (lambda: engine_of(drafts=-1), "`drafts` must be an int of at least 0; got -1"),
         (
             lambda: engine_of(cache_dtype="int4"),
