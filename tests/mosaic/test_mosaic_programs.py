@@ -457,16 +457,19 @@ TAKEN = {
 
 IN_TURN = {
     "full": {},
+    "ragged": {},
     "causal": dict(is_causal=True),
     "blocks": dict(mask=BlockMask(np.random.default_rng(0).random((1, 1, 5, 4)) < 0.6, 128, 128)),
 }
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", cases.default(["causal"], IN_TURN))
+@pytest.mark.parametrize("name", cases.default(["full", "causal"], IN_TURN))
 def test_ctas_add_dq_in_turn(name, head_dim, monkeypatch, kernel_case):
     """A tile of dq gets the shares of its K/V tiles from the last to the first."""
-    case = cases.Case("turns", *(1, 600, 500, 2, 1), head_dim, head_dim, lambda *_: IN_TURN[name])
+    sizes = 1, 600, 512 if name == "full" else 500, 2, 1
+    case = cases.Case("turns", *sizes, head_dim, head_dim, lambda *_: IN_TURN[name])
+    monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 1)
     added, add = collections.defaultdict(list), emulator.fake_ptx["add_fragments"]
 
     def add_late(x, ref, taken=slice(None)):

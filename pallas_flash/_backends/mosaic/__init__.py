@@ -73,7 +73,7 @@ def backward(
     """
     p = problem
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    # CTAs of clusters have no turns yet.
+    # CTAs of clusters take no turns.
     tile = None if in_order and in_clusters(head_dim, value_dim) else tile_of(sizes, "backward")
     two_passes = tile is None
     dscale = None

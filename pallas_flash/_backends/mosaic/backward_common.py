@@ -262,10 +262,11 @@ def neighbours(num_kv_heads: int, in_clusters: bool = False) -> int:
     """Return how many K/V heads are neighbours in the grid, nearly equal numbers of them.
 
     CTAs of many heads at a time read and add to more memory than L2 holds. Without clusters,
-    neighbours lie on the slowest axis of the grid: CTAs of all tiles of one come before the next
-    one's. Timed on an H100, one pass: without neighbours, where all heads run at a time, twice as
-    long at 2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as long as 32. Clusters have
-    them on the fastest axis. At head dim 256, 4 take 0.5 to 1 times as long as 8, 16 or 32.
+    neighbours lie on the slowest axis of the grid, but in turn without a mask: CTAs of all tiles of
+    one come before the next one's. Timed on an H100, one pass: without neighbours, where all heads
+    run at a time, twice as long at 2048 tokens, and at 8192 1.8 times at head dim 64; 8 take as
+    long as 32. Clusters have them on the fastest axis. At head dim 256, 4 take 0.5 to 1 times as
+    long as 8, 16 or 32.
     """
     blocks = -(-num_kv_heads // (MAX_NEIGHBOURS_IN_CLUSTERS if in_clusters else MAX_NEIGHBOURS))
     return -(-num_kv_heads // blocks)

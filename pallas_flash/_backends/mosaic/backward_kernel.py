@@ -7,10 +7,10 @@
     dk  += ds_t @ q                     times scale once, after the loop [64, H]
     dq  += ds_t.T @ k                   times scale once, in the end     [block_q, H]
 
-dk and dv stay in registers. dq is added to float32 in device memory by atomic adds, in no order:
-two runs differ by the rounding of sums. So are dk and dv where several CTAs share a K/V tile
-(`backward_splits`). Registers of a CTA hold 128 x 256 sums and one step; a larger H + V (of padded
-head dims) takes two CTAs or two launches. `Grads` says which gradients a launch computes:
+dk and dv stay in registers. dq is added to float32 in device memory by atomic adds, by default in
+no order: two runs differ by the rounding of sums. So are dk and dv where several CTAs share a K/V
+tile (`backward_splits`). Registers of a CTA hold 128 x 256 sums and one step; a larger H + V (of
+padded head dims) takes two CTAs or two launches. `Grads` says which gradients a launch computes:
 
 | backward | launches | products |
 |---|---|---|
@@ -22,11 +22,9 @@ head dims) takes two CTAs or two launches. `Grads` says which gradients a launch
 
 **In turn.** Where sums must have one order, CTAs add to a tile of dq in the order of their K/V
 tiles, from the last to the first. A counter in device memory says how many have added. The producer
-waits until they are all whose turn is before (`scheduler.turns`), and counts its own CTA when the
-consumers have released the queries of the step, after they have added. So nobody waits but for
-earlier CTAs of the grid, which run or have ended: a GPU starts CTAs in the order of the grid. Under
-a causal mask, the CTA of the next keys is two tiles ahead (one at head dims up to 64), and the wait
-is over before it begins.
+waits until all CTAs before its own have (`scheduler.turns`), and counts its own when the consumers
+have released the queries of the step, which they do after they have added. A CTA waits for earlier
+CTAs of the grid alone. These run or have ended, because GPUs start CTAs in the order of the grid.
 
 Keys are centered first, see `_problem.key_center`: where the center c of a head is not zero, each
 warpgroup subtracts it from its 64 keys in shared memory, once. The LSE is of the scores of k - c.
@@ -57,7 +55,7 @@ released.
 |---|---|---|---|---|
 | kv_full, one | copies of k and v (1) | these copies | consumers | the outer tile is there |
 | queries.full[stage] | copies of q and LSE | these copies | consumers | q and LSE are there |
-| queries.empty[stage] | 2 | consumers | producer | s_t and dk have been computed from q |
+| queries.empty[stage] | 2 | consumers | producer | s_t and dk have been computed; dq is added |
 | cotangents.full[stage] | copies of do | these copies | consumers | do is there |
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
 | turn[stage] | 1 | producer | consumers | dq of the step may be added, in turn |

@@ -355,7 +355,7 @@ class KeysProducer(abc.ABC):
 
 
 def store_zeros(config: OuterKeysConfig, operands: Operands, grads, cta: Cta, names):
-    """Store zeros in gradients for keys behind the valid ones, while consumers compute.
+    """Store zeros in gradients for keys behind the valid ones, in the producer's warpgroup.
 
     CTAs of K/V tiles with valid keys divide the other tiles of their head among them. (CTAs of
     these other tiles would all write at a time, and take as long as memory needs.) Without

@@ -245,8 +245,8 @@ def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_
         if config.adds:
             added[name] = jnp.zeros(*outputs.pop(name))
     grid = config.grid(batch, kv_tile=config.kv.count)
-    if config.in_turn and not config.masked:
-        # Every CTA waits for the one before: heads at once make the chain that waits short.
+    if config.in_turn and not p.mask:
+        # Each CTA is a step behind the one before. With heads at once fewer of them wait.
         grid = dict(reversed(grid.items()))
     kernel: dict[str, Any] = dict(kernel=_kernel(grads), grid=grid)
     if grads.in_clusters(*padded(p.head_dim, p.value_dim)):

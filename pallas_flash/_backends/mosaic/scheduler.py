@@ -153,7 +153,7 @@ def turns(table, inner_tiles: int, scattered: bool):
         shape = *table.shape[:-1], inner_tiles
         tile = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
         has = ((table[..., :1] <= tile) & (tile < table[..., 3:])).astype(jnp.bfloat16)
-    # A product: with XLA's cumsum, 16384 causal tokens took 0.3 ms more on an H200.
+    # XLA's cumsum would be slow: with it, 16384 causal tokens took 0.3 ms more on an H200.
     later = jnp.triu(jnp.ones((table.shape[-2],) * 2, jnp.bfloat16), 1)
     sums = jnp.einsum("ij,...jt->...it", later, has, preferred_element_type=jnp.float32)
     return sums.astype(jnp.int32)
