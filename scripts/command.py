@@ -50,7 +50,7 @@ def command(main: Callable[..., Any]) -> Callable[..., Any]:
     def ending(*arguments, **options):
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:  # the shell has closed it
-                # Until the process ends.
+                # SIM115 wants a `with`, and this stays open until the process ends.
                 setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         # The terminal may lack characters of what is printed.
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]

@@ -199,7 +199,8 @@ def answer_requests(flags: argparse.Namespace, source: Source) -> None:
     """Answer the requests of a file."""
     if flags.prompt or flags.prompts or flags.when_full != "stop":
         raise UserError("--requests must come without --prompt, --prompts and --when-full.")
-    if flags.out is not None and os.path.realpath(flags.out) == os.path.realpath(flags.requests):
+    files = [x for x in (flags.requests, flags.out) if x is not None and str(x) != "-"]
+    if len({*map(os.path.realpath, files)}) < len(files):
         raise UserError(f"--out must be another file than --requests; got {flags.out} for both.")
     defaults = engine_sampling(flags, source)
 

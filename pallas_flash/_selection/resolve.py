@@ -266,6 +266,7 @@ class _Call:
         two_passes = (
             deciding.backward is None and asked_implementation(deciding, "backward") == "mosaic"
         )
+        # CTAs of clusters take no turns.
         sizes = padded(self.problem.head_dim, self.problem.value_dim)
         if not (two_passes or (self.in_order and in_clusters(*sizes))):
             one_pass = self.with_tiles(plan, ("backward",))

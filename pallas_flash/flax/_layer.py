@@ -540,8 +540,8 @@ def _check_numerics(dtype, param_dtype, precision, rngs) -> None:
     _precision(precision)
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(
-            f"`rngs` must be an `nnx.Rngs`; got {describe(rngs)}. Pass `nnx.Rngs(0)`, or those of "
-            "the model."
+            f"`rngs` must be an `nnx.Rngs`; got {describe(rngs)}. Pass `nnx.Rngs(0)`, or the "
+            "model's."
         )
 
 

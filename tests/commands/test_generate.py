@@ -616,7 +616,9 @@ def test_requests_are_answered(changed, run, tmp_path):
     assert (named["b", 0]["tokens"], named["b", 0]["end"]) == (3, "length")
     assert named[3, 0]["text"] != named[3, 1]["text"]
     assert all(x["log_probability"] < 0 for x in answers)
-    assert run(folder, "--requests", path, "--out", "-", *GREEDY).out == out.read_text()
+    given = path.read_text(encoding="utf-8")
+    piped = run(folder, "--requests", "-", "--out", "-", *GREEDY, stdin=given).out
+    assert piped == out.read_text()
     with pytest.raises(ValueError, match=r"a text must be UTF-8; got '\\ud800'"):
         FromFolder(folder).encode_messages([{"role": "user", "content": "\ud800"}])
 

@@ -189,7 +189,7 @@ def test_groups_have_layers_of_one_kind(models, lefts, layers):
     assert groups.lefts == lefts
     assert ["".join(map(str, of_model)) for of_model in groups.layers] == layers
     assert groups.size == max(layers[0].count(group) for group in layers[0])
-    # What is needed is what suffices.
+    # The pages that a text needs suffice for it.
     for count in range(len(lefts), 60):
         most = groups.longest(count)
         assert groups.needed(most) <= count

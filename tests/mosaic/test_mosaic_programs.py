@@ -494,7 +494,7 @@ def test_turn_is_the_number_of_later_tiles(scattered):
     for at in np.ndindex(shape):
         if scattered:
             tiles = random.permutation(7)[: random.integers(8)]
-            # What lies behind a list counts for nothing.
+            # Numbers behind a list count for nothing.
             table[at] = [0, len(tiles), *tiles, *[0] * (7 - len(tiles))]
         else:
             start, stop = sorted(random.integers(0, 8, 2))

@@ -26,7 +26,7 @@ from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
-from pallas_flash._problem.tile_sizes import TileSizes, in_clusters, padded, tile_of
+from pallas_flash._problem.tile_sizes import TileSizes, padded, tile_of
 
 
 def forward(problem: Problem, sizes: TileSizes):
@@ -65,16 +65,15 @@ def backward(
         log_sum: as `forward` returned it.
         do: [B, T, N, V].
         dlse: float32 [B, T, N] or None.
-        sizes: the tiles.
+        sizes: the tiles; without one of "backward", in two passes.
         want_scale: whether the gradient of the scale is wanted.
         want_bias: whether the gradient of the bias is wanted.
         want_sinks: whether the gradient of the sinks is wanted.
         in_order: whether every sum must have a fixed order, so that all runs give the same bits.
     """
     p = problem
-    head_dim, value_dim = padded(p.head_dim, p.value_dim)
-    # CTAs of clusters take no turns.
-    tile = None if in_order and in_clusters(head_dim, value_dim) else tile_of(sizes, "backward")
+    head_dim, _ = padded(p.head_dim, p.value_dim)
+    tile = tile_of(sizes, "backward")
     two_passes = tile is None
     dscale = None
     # The dbias kernel ignores valid lengths, so the rows behind them are zeroed first.

@@ -15,7 +15,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_flash._backends.mosaic.ptx.layouts import SPLAT, WGMMA, tiled
-from pallas_flash._backends.mosaic.ptx.registers import assembly, i32, number, thread_number, words
+from pallas_flash._backends.mosaic.ptx.registers import (
+    assembly,
+    effect,
+    i32,
+    number,
+    thread_number,
+    words,
+)
 from pallas_flash._jax import compat
 
 plgpu = compat.mosaic_gpu()
@@ -159,12 +166,5 @@ def _emit_by_one_thread(lines, *arguments):
 
 
 def _emit(text: str, *arguments):
-    """Emit assembly without a result, that no access of memory is moved across."""
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        list(arguments),
-        text,
-        ",".join(["r"] * len(arguments) + ["~{memory}"]),
-        has_side_effects=True,
-        asm_dialect=0,
-    )
+    """Emit assembly for numbers of 32 bits."""
+    effect(text, ["r"] * len(arguments), list(arguments))

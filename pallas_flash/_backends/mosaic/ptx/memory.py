@@ -28,6 +28,7 @@ from pallas_flash._backends.mosaic.ptx.layouts import (
 from pallas_flash._backends.mosaic.ptx.registers import (
     array,
     assembly,
+    effect,
     f32,
     float32,
     i32,
@@ -226,11 +227,12 @@ def await_count(ref, count):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
     def emit(_, ref, count):
-        _emit(
+        effect(
             "{ .reg .pred other, early; .reg .b32 seen; setp.ne.u32 other, $2, 32; "
             "@other bra done; again: ld.acquire.gpu.global.b32 seen, [$0]; "
             "setp.lt.s32 early, seen, $1; @early bra again; done: }",
-            *("l,r,r", pointer_to(ref), count.registers.flat[0], thread_number()),
+            ["l", "r", "r"],
+            [pointer_to(ref), count.registers.flat[0], thread_number()],
         )
 
     emit(ref, count)
@@ -244,25 +246,14 @@ def raise_count(ref):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, ref):
-        _emit(
+        effect(
             "{ .reg .pred mine; setp.eq.u32 mine, $1, 64; @mine fence.acq_rel.gpu; "
             "@mine red.relaxed.gpu.global.add.s32 [$0], 1; }",
-            *("l,r", pointer_to(ref), thread_number()),
+            ["l", "r"],
+            [pointer_to(ref), thread_number()],
         )
 
     emit(ref)
-
-
-def _emit(text: str, constraints: str, *arguments):
-    """Emit assembly without a result, that no access of memory is moved across."""
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        list(arguments),
-        text,
-        f"{constraints},~{{memory}}",
-        has_side_effects=True,
-        asm_dialect=0,
-    )
 
 
 def gather(ref, at, *, pairs: bool):

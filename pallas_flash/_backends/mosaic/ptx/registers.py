@@ -102,6 +102,18 @@ def elementwise(text: str, *arrays):
     return emit(*(plgpu.layout_cast(x, WGMMA) for x in arrays))
 
 
+def effect(text: str, constraints: list[str], arguments: list) -> None:
+    """Emit assembly without a result, that no access of memory is moved across."""
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        arguments,
+        text,
+        ",".join([*constraints, "~{memory}"]),
+        has_side_effects=True,
+        asm_dialect=0,
+    )
+
+
 def assembly(text: str, constraints: list[str], arguments: list, results: list) -> list:
     """Emit assembly that stays where it is; return its results."""
     struct = llvm.inline_asm(
