@@ -217,12 +217,19 @@ def paged_limits(p: PagedProblem, implementation: str) -> str:
         return ""
     if implementation == "mosaic":
         return " ".join(_mosaic_device_limits(device.target()) or _mosaic_paged_limits(p))
-    pages = [p.key_pages, p.value_pages]
     here = _jax_limits()
     if implementation != "interpret":
         target = device.target()
-        here = _device_limits(target) or _float8_limits(pages, target) or here
-    return " ".join([*here, *_array_limits(p, pages), *_head_dim_limits(p)])
+        float8 = _float8_limits([p.key_pages, p.value_pages], target)
+        here = _device_limits(target) or float8 or here
+    return " ".join(here or [*_array_limits(p, _pages_in_kernels(p)), *_head_dim_limits(p)])
+
+
+def _pages_in_kernels(p: PagedProblem) -> tuple:
+    """Return the pages of keys and of values as kernels read them by index."""
+    from pallas_flash._backends.triton import eight_bit
+
+    return jax.eval_shape(eight_bit.pages_of, p)
 
 
 def _float8_limits(arrays: list, target: Target) -> list[str]:

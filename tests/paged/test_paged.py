@@ -115,6 +115,23 @@ def test_each_byte_on_a_gpu(cache, head_dim):
     np.testing.assert_array_equal(*each_byte("triton", cache, head_dim))
 
 
+@pytest.mark.parametrize("cache", [np.int8, jnp.float8_e4m3fn])
+def test_large_pages_are_served(cache):
+    """Between 2^31 and 2^32 numbers, as words of two, which have half the indices."""
+
+    def served(dtype):
+        pages = jax.ShapeDtypeStruct((3 * 2**21, 16, 1, 32), cache)
+        call = functools.partial(paged, implementation="interpret")
+        query, scales = jax.ShapeDtypeStruct((1, 1, 1, 32), dtype), jnp.ones(1)
+        numbers = jnp.int32([1]), jnp.int32([[0]])
+        options = dict(key_scales=scales, value_scales=scales)
+        return jax.eval_shape(call, query, pages, pages, *numbers, **options)
+
+    assert served(jnp.bfloat16).dtype == jnp.bfloat16
+    with pytest.raises(NotImplementedError, match=f"{np.dtype(cache)} with 3221225472 elements"):
+        served(jnp.float16)
+
+
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_order_of_pages_changes_no_bit(implementation):
     schedule = draw(PLAIN, 0)

@@ -49,9 +49,14 @@ def parts_of(p: PagedProblem) -> int:
     return 2 if quantised and words and p.dtype == jnp.bfloat16 else 1
 
 
-def pack(x: jax.Array) -> jax.Array:
-    """Return 8-bit [..., H] as int16 [..., H / 2], which moves nothing."""
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
+def pages_of(p: PagedProblem) -> tuple[jax.Array, jax.Array]:
+    """Return the pages as the kernel reads them: 8-bit [..., H] as int16 [..., H / 2], or as is."""
+    if parts_of(p) == 1:
+        return p.key_pages, p.value_pages
+    pairs = (x.reshape(*x.shape[:-1], -1, 2) for x in (p.key_pages, p.value_pages))
+    # This moves nothing.
+    key_pages, value_pages = (lax.bitcast_convert_type(x, jnp.int16) for x in pairs)
+    return key_pages, value_pages
 
 
 def unpack(words, stored, dtype, *, interpret: bool):

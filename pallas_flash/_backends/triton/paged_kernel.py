@@ -270,9 +270,7 @@ def _compute(p: PagedProblem, work: Work, spec: KernelSpec, extras: Extras, tile
     width, value_width = memory.padded(p.head_dim), memory.padded(p.value_dim)
     scales = [x for x in (p.key_scales, p.value_scales) if x is not None]
     parts = eight_bit.parts_of(p)
-    key_pages, value_pages = (
-        eight_bit.pack(x) if parts > 1 else x for x in (p.key_pages, p.value_pages)
-    )
+    key_pages, value_pages = eight_bit.pages_of(p)
     block, rows = tile.block_q, min(tile.block_q, p.q_len * p.groups)
     statistic = (len(work.table), p.num_kv_heads, rows)
 
