@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import jax
 import pytest
 from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,7 +50,9 @@ os.environ["PALLAS_FLASH_TUNED"] = "0"
 cheap = "--xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):
     cheap += " --xla_cpu_use_fusion_emitters=false"
-    mlir.make_ir_context = functools.lru_cache(mlir.make_ir_context)
+    new_context, shared_context = mlir.make_ir_context, functools.cache(mlir.make_ir_context)
+    # A program that is lowered within another one's lowering would become a part of its module.
+    mlir.make_ir_context = lambda: new_context() if ir.Context.current else shared_context()
 elif jax.__version_info__ < (0, 12):
     cheap += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 os.environ["XLA_FLAGS"] = f"{cheap} {os.environ.get('XLA_FLAGS', '')}"
@@ -208,7 +211,7 @@ def pytest_collection_finish():
 def pytest_runtest_teardown():
     """A context of MLIR's keeps every constant of its programs."""
     if jax.__version_info__ < (0, 11):
-        mlir.make_ir_context.cache_clear()
+        shared_context.cache_clear()
 
 
 @pytest.fixture
