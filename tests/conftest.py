@@ -30,6 +30,8 @@ pytest_plugins = ["support.budget"]
 # taken from an earlier run. JAX's key of a program has its text, its options and its compiler.
 COMPILED = Path(__file__).parents[1] / ".cache" / "jax"
 KEEP_DAYS = 7
+# Compiled programs are a few each, see `mappings`.
+MOST_MAPPINGS = 20_000
 CACHE = {
     "jax_compilation_cache_dir": str(COMPILED),
     "jax_persistent_cache_min_compile_time_secs": 0.05,
@@ -208,10 +210,18 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
-def pytest_runtest_teardown():
-    """A context of MLIR's keeps every constant of its programs."""
+def pytest_runtest_teardown(item, nextitem):
+    """Give back what programs keep, before there is too much of it."""
     if jax.__version_info__ < (0, 11):
-        shared_context.cache_clear()
+        shared_context.cache_clear()  # A context of MLIR's keeps every constant of its programs.
+    if nextitem and item.path != nextitem.path and mappings() > MOST_MAPPINGS:
+        jax.clear_caches()
+
+
+def mappings() -> int:
+    """Return how many mappings of memory this process has. Beyond 65530 of Linux LLVM crashes."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @pytest.fixture
