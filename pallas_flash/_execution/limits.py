@@ -7,6 +7,8 @@
 "reference"  the dense definition; memory grows with T * S
 """
 
+from collections.abc import Iterable
+
 import jax
 
 from pallas_flash._execution import lowerable
@@ -64,7 +66,7 @@ def _problem_limits(p: Problem) -> list[str]:
     return [*limits, *_array_limits(p, _arrays_in_kernels(p))]
 
 
-def _array_limits(p: AnyProblem, indexed: list) -> list[str]:
+def _array_limits(p: AnyProblem, indexed: Iterable) -> list[str]:
     """Return why kernels cannot serve arrays of a call, of which they read some by index."""
     limits = []
     if p.dtype.name == "float64":
