@@ -276,7 +276,7 @@ class Engine:
             self._changed.append(text.answer)
 
     def step(self) -> list[Answer]:
-        """Compute a step, and return the answers with new tokens or an end.
+        """Compute a step, and return the answers with new tokens or an end, by request and sample.
 
         The tokens are of the step before, which the device has computed meanwhile.
         """
@@ -293,7 +293,7 @@ class Engine:
         if before is not None:
             self._read(*before)
         changed, self._changed = self._changed, []
-        return changed
+        return sorted(changed, key=lambda answer: (answer.id, answer.sample))
 
     def run(
         self,
