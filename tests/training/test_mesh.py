@@ -201,7 +201,7 @@ def check_weights_are_tuned_as_on_one_device(config):
 def check_conversations_are_tuned_as_on_one_device(config):
     """Answers lie in the order of the tokens, whose number is a multiple of twice the devices."""
     folder = Path(config.out_dir).parent / "weights"
-    make("qwen2", vocab_size=264, max_position_embeddings=64).save_pretrained(folder)
+    make("qwen2", vocab_size=264, max_position_embeddings=88).save_pretrained(folder)
     tokenizer_of_bytes(["<end>"]).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role + m.content }}<end>{% endfor %}"

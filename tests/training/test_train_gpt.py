@@ -99,7 +99,7 @@ def test_killed_run_resumes_to_the_same_bits(words, tmp_path, monkeypatch, capsy
 @pytest.mark.extended
 def test_sigkill_at_random_moments_loses_nothing(words, tmp_path):
     """A checkpoint after every other step, so that kills fall into writing, too."""
-    words = [*words, "--steps", "60", "--eval-every", "2"]
+    words = [*words, "--steps", "150", "--eval-every", "2"]
     environment = {
         **os.environ,
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -126,7 +126,7 @@ def test_sigkill_while_saving_resumes(config, tmp_path, capsys):
     whole = dataclasses.replace(long, out_dir=str(tmp_path / "whole"), checkpoint_every=40)
     train(whole)
     assert metrics(long) == metrics(whole)
-    assert checkpoint_steps(long) == [39, 40]
+    assert checkpoint_steps(long)[-2:] == [39, 40]
 
 
 @pytest.mark.parametrize("number", cases.default([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
