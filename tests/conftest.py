@@ -31,14 +31,14 @@ pytest_plugins = ["support.budget"]
 # taken from an earlier run. JAX's key of a program has its text, its options and its compiler.
 COMPILED = Path(__file__).parents[1] / ".cache" / "jax"
 KEEP_DAYS = 7
-# Compiled programs are a few each, see `mappings`.
-MOST_MAPPINGS = 20_000
-ended = itertools.count(1)  # Tests.
 CACHE = {
     "jax_compilation_cache_dir": str(COMPILED),
     "jax_persistent_cache_min_compile_time_secs": 0.05,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+# A compiled program has a few, see `mappings`.
+MOST_MAPPINGS = 20_000
+ended_tests = itertools.count(1)
 
 # Processes share a GPU: none may keep memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -216,7 +216,7 @@ def pytest_runtest_teardown():
     """Give back what programs keep, before there is too much of it."""
     if jax.__version_info__ < (0, 11):
         shared_context.cache_clear()  # A context of MLIR's keeps every constant of its programs.
-    if next(ended) % 20 == 0 and mappings() > MOST_MAPPINGS:
+    if next(ended_tests) % 20 == 0 and mappings() > MOST_MAPPINGS:
         jax.clear_caches()
 
 

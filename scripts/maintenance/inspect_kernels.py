@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     several("--passes", choices=PASSES, default=PASSES, help="kernels to show")
     several("--groups", type=int, choices=GROUPS, default=[1], help="query heads per key head")
     add("--implementation", choices=IMPLEMENTATIONS, default="triton", help="the kernels")
-    add("--reproducible", action="store_true", help='gradients of "mosaic" in two passes')
+    add("--reproducible", action="store_true", help="gradients with sums of one order")
     add("--length", type=parse_size, metavar="INT", default=4096, help="keys of a sequence")
     add("--queries", type=parse_size, metavar="INT", help="queries (default: as many as keys)")
     several(

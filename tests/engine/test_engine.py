@@ -135,6 +135,18 @@ def test_samples_of_a_prompt_differ():
     assert tokens_of(engine.run([prompt], again)) == tokens_of(answers[:1])
 
 
+def test_steps_return_answers_by_request_and_sample():
+    engine = engine_of()
+    prompts = PROMPTS[:3]
+    engine.run(prompts, GREEDY)  # The next texts have slots in another order.
+    engine.submit(prompts[0], Sampling(max_tokens=8))
+    engine.submit(prompts[1], Sampling(samples=3, max_tokens=5))
+    steps = []
+    while engine.busy:
+        steps.append([(x.id, x.sample) for x in engine.step()])
+    assert max(map(len, steps)) > 2 and steps == [sorted(set(x)) for x in steps]
+
+
 def test_log_probabilities_are_the_model_s():
     model = model_of("llama")
     [answer] = engine_of().run([PROMPTS[1]], Sampling(0.7, top_k=9, repetition_penalty=1.2))

@@ -56,7 +56,7 @@ def attention_call(
         group: Query heads for each key head.
         config: Passed on; None for the package's choice.
         implementation: One of `IMPLEMENTATIONS`.
-        reproducible: Whether "mosaic" computes gradients in two passes.
+        reproducible: Whether the sums of gradients have one order.
 
     Returns:
         The function and its arguments' shapes.
