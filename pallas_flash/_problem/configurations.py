@@ -67,8 +67,7 @@ class Mosaic:
             queries of all heads that share keys and values, where each query sees a range of keys
             and no bias, score function or dropout is asked for.
         backward: the kernel for dk, dv and dq in one pass. Without it, `dkv` and `dq` serve its
-            calls, too, if one is given. Gradients that are the same in every run take two passes
-            where both head dims together are above 256.
+            calls, too, if one is given.
         dkv: the kernel for dk and dv in two passes.
         dq: the kernel for dq in two passes.
 

@@ -31,9 +31,7 @@ from pallas_flash._problem.tile_sizes import (
     describe,
     filled,
     given_tiles,
-    in_clusters,
     of_implementation,
-    padded,
     serving,
     tile_of,
 )
@@ -266,9 +264,7 @@ class _Call:
         two_passes = (
             deciding.backward is None and asked_implementation(deciding, "backward") == "mosaic"
         )
-        # CTAs of clusters take no turns.
-        sizes = padded(self.problem.head_dim, self.problem.value_dim)
-        if not (two_passes or (self.in_order and in_clusters(*sizes))):
+        if not two_passes:
             one_pass = self.with_tiles(plan, ("backward",))
             if one_pass.tiles.backward is not None:
                 return dataclasses.replace(one_pass, in_order=self.in_order)

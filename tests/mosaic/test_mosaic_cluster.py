@@ -9,7 +9,14 @@ from support import cases, oracle
 from support import mosaic_emulator as emulator
 from support.broken_kernels import with_arrivals, without_waiting_at
 from support.judge import judge
-from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, gradient_of_the_scale
+from support.mosaic_cases import (
+    LONG,
+    LONG_CAUSAL,
+    TWO_PASSES,
+    checked,
+    emulated,
+    gradient_of_the_scale,
+)
 from support.repository import assert_none
 
 from pallas_flash._backends.mosaic import (
@@ -104,8 +111,11 @@ def test_heads_that_do_not_fill_the_grid(monkeypatch, kernel_case):
 def test_gradient_of_the_scale(kernel_case):
     case = wide(LONG_CAUSAL, T=100, S=150)
     problem = case.problem("bfloat16")
-    one_pass, two_passes = (gradient_of_the_scale(problem, in_order) for in_order in (False, True))
+    one_pass, in_turn, two_passes = (
+        gradient_of_the_scale(problem, in_order) for in_order in (False, True, TWO_PASSES)
+    )
     assert abs(one_pass - two_passes) < 0.01 * abs(two_passes)
+    assert abs(in_turn - one_pass) < 1e-5 * abs(one_pass)
 
 
 def test_small_weights_keep_their_bits(kernel_case):

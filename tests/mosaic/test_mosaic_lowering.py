@@ -15,6 +15,7 @@ import re
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,6 +36,7 @@ from pallas_flash._problem.features import features_of
 from pallas_flash._problem.scores import LogSum
 from pallas_flash._problem.tile_sizes import padded
 from pallas_flash._selection import resolve
+from pallas_flash.masks import BlockMask
 from pallas_flash.tuning import ForwardTile, TileSizes
 
 plgpu = common.plgpu
@@ -239,9 +241,8 @@ DOCUMENTS = pytest.mark.parametrize(
 )
 
 
-# Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums;
-# or in order dk with dv, and dq.
-ONE_PASS = IN_ORDER = 4
+# Launches of a call with its gradients: forward, delta, backward, and what makes rows of dq's sums.
+ONE_PASS = 4
 
 
 @CALLS
@@ -262,25 +263,27 @@ def test_transformations_lower(transform, shape, call):
     assert launches(lowered(transform(passes), shape).as_text()) == ONE_PASS
 
 
+BLOCKS = BlockMask(np.ones((1, 1, 64, 64), bool), 128, 128)
 PLANS = [
     (128, {}, (ONE_PASS, 0)),
-    # dk and dv are launches of their own, or dv is.
     (192, {}, (ONE_PASS, 0)),
-    (256, {"reproducible": True}, (IN_ORDER + 1, 0)),
-    (64, {"reproducible": True, "logits_soft_cap": 3.0}, (1, 3)),
-    (64, {"implementation": "mosaic", "reproducible": True}, (IN_ORDER, 0)),
+    (256, {"reproducible": True}, (ONE_PASS, 0)),
+    (64, {"reproducible": True, "mask": BLOCKS}, (1, 3)),
+    (64, {"implementation": "mosaic", "reproducible": True}, (ONE_PASS, 0)),
     (128, {"implementation": "triton"}, (0, 4)),
 ]
 MORE_PLANS = [
     (64, {}, (ONE_PASS, 0)),
     (256, {}, (ONE_PASS, 0)),
-    (64, {"reproducible": True}, (IN_ORDER, 0)),
+    (64, {"reproducible": True}, (ONE_PASS, 0)),
     (64, {"implementation": "mosaic"}, (ONE_PASS, 0)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "options", "launched"), cases.default(PLANS, PLANS + MORE_PLANS), ids=str
+    ("head_dim", "options", "launched"),
+    cases.default(PLANS, PLANS + MORE_PLANS),
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x),
 )
 def test_each_pass_follows_its_plan(head_dim, options, launched):
     """The kernels are those of "mosaic" and "triton", in a long call with many programs."""

@@ -1,10 +1,8 @@
 """The kernels for Hopper, emulated: what each program, and each warpgroup of it, computes."""
 
-import collections
 import dataclasses
 import heapq
 import itertools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -453,55 +451,6 @@ TAKEN = {
     "few": (150, dict(key_value_seq_lengths=[140]), False),
     "one": (60, dict(key_value_seq_lengths=[60]), False),
 }
-
-
-IN_TURN = {
-    "full": {},
-    "ragged": {},
-    "causal": dict(is_causal=True),
-    "blocks": dict(mask=BlockMask(np.random.default_rng(0).random((1, 1, 5, 4)) < 0.6, 128, 128)),
-}
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", cases.default(["full", "causal"], IN_TURN))
-def test_ctas_add_dq_in_turn(name, head_dim, monkeypatch, kernel_case):
-    """A tile of dq gets the shares of its K/V tiles from the last to the first."""
-    sizes = 1, 600, 512 if name == "full" else 500, 2, 1
-    case = cases.Case("turns", *sizes, head_dim, head_dim, lambda *_: IN_TURN[name])
-    monkeypatch.setattr(backward_splits, "num_splits", lambda *_: 1)
-    added, add = collections.defaultdict(list), emulator.fake_ptx["add_fragments"]
-
-    def add_late(x, ref, taken=slice(None)):
-        # Two CTAs run at a time. Without turns the later one would be the first.
-        place = int(emulator.here.axes["kv_tile"])
-        time.sleep(0 if place % 2 else 0.05)
-        added[int(ref.index[0])].append(place)
-        add(x, ref, taken)
-
-    monkeypatch.setitem(emulator.fake_ptx, "add_fragments", add_late)
-    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order=True))
-    assert max(map(len, added.values())) > 2
-    for places in added.values():
-        assert places == sorted(set(places))
-
-
-@pytest.mark.parametrize("scattered", [False, True], ids=["ranges", "lists"])
-def test_turn_is_the_number_of_later_tiles(scattered):
-    random, shape = np.random.default_rng(0), (2, 3, 5)
-    table = np.zeros((*shape, 2 + 7 if scattered else 4), np.int32)
-    has = np.zeros((*shape, 7), bool)
-    for at in np.ndindex(shape):
-        if scattered:
-            tiles = random.permutation(7)[: random.integers(8)]
-            # Numbers behind a list count for nothing.
-            table[at] = [0, len(tiles), *tiles, *[0] * (7 - len(tiles))]
-        else:
-            start, stop = sorted(random.integers(0, 8, 2))
-            table[at], tiles = (start, start, stop, stop), np.arange(start, stop)
-        has[at][tiles] = True
-    later = [has[:, :, i + 1 :].sum(axis=2) for i in range(5)]
-    np.testing.assert_array_equal(scheduler.turns(table, 7, scattered), np.stack(later, axis=2))
 
 
 @pytest.mark.parametrize("head_dim", cases.default([64], [64, 128]))

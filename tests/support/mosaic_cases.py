@@ -19,7 +19,7 @@ from pallas_flash._autodiff.vjp import public_rows, splits_output
 from pallas_flash._execution.plan import Wanted
 from pallas_flash._jax import compat
 from pallas_flash._problem.features import features_of
-from pallas_flash._problem.tile_sizes import filled, in_clusters, padded
+from pallas_flash._problem.tile_sizes import filled
 
 # JAX 0.10.2 has not the operations that the kernels use, and who imports this is skipped there: on
 # the others, which have them, .ci/run tests these files, too.
@@ -45,8 +45,7 @@ TWO_PASSES = "two passes"
 def run_backward(call, *arrays, sizes=TABLE, in_order, **flags):
     """The backward with these tiles, and the rest from the table."""
     sizes = filled(sizes, tiles.default(call, features_of(call)))
-    # CTAs of clusters take no turns.
-    if in_order == TWO_PASSES or (in_order and in_clusters(*padded(call.head_dim, call.value_dim))):
+    if in_order == TWO_PASSES:
         sizes = dataclasses.replace(sizes, backward=None)
     in_order = bool(in_order) or sizes.backward is None
     return mosaic.backward(call, *arrays, sizes, in_order=in_order, **flags)

@@ -58,6 +58,7 @@ an arrival is one at the barriers of both CTAs.
 | messages [buffer] | 1 and 16 KiB | consumer 0, and bytes | consumers | a message is there (3) |
 | started | 1 of each CTA | consumer 0 | consumers | messages may be sent |
 | ended | 2 of each CTA | consumers | consumers | both CTAs have received all messages |
+| turn[step % 2] | 1 | producer | consumers | dq of the step may be added, in turn (5) |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed |
 | DS_WRITTEN | 256 threads (4) | consumers of CTA 1 | the same | both have written ds_t |
 | TILES_READ | 256 threads | consumers | consumers | both have read all tiles: sums go there |
@@ -74,6 +75,12 @@ because both consumers of CTA 1 have computed dq(j) when they meet at DS_WRITTEN
 CTA 0 has received ds_t(j) when it sends p_t(j + 2).
 
 (4) Named barriers, see `Meeting`.
+
+(5) In CTA 1 as in `backward_kernel`. CTA 0 adds dq of step j in step j + 1, and releases queries at
+the beginning of a step. The producer reports the turn of step j when the queries of step j have
+been released. Consumers know of turn j - 2 by then, so that two barriers suffice. When the queries
+of step j + 2 have been released, dq of step j has been added. In the end consumers release two
+stages more, for the last two steps.
 """
 
 import abc
@@ -97,6 +104,7 @@ from pallas_flash._backends.mosaic.backward_keys import (
     CONSUMERS,
     DS_STAGES,
     PRODUCER,
+    TURNS,
     Cta,
     KeysConsumer,
     KeysProducer,
@@ -105,6 +113,7 @@ from pallas_flash._backends.mosaic.backward_keys import (
     pairs_pipelines,
     store_sums,
     subtract_center,
+    turn_barrier,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._problem.dropout import drop, rescaled
@@ -156,6 +165,7 @@ class ClusterScratch(NamedTuple):
     numbers_full: Any
     started: Any
     ended: Any
+    turn: Any
     landed: Any
 
 
@@ -164,7 +174,9 @@ def strips_of_dq(strips: int) -> tuple[int, int]:
     return strips - strips // 2, strips // 2
 
 
-def cluster_scratch(p: Problem, tile: BackwardTile, has_lengths: bool) -> ClusterScratch:
+def cluster_scratch(
+    p: Problem, tile: BackwardTile, has_lengths: bool, in_turn: bool
+) -> ClusterScratch:
     """Return its specification; arguments as of `backward_launch.scratch`."""
     head_dim, value_dim = padded(p.head_dim, p.value_dim)
     rows, stages = ptx.ROWS, tile.stages
@@ -208,6 +220,7 @@ def cluster_scratch(p: Problem, tile: BackwardTile, has_lengths: bool) -> Cluste
         numbers_full=common.barriers(stages + 1, num_statistics(p)),
         started=common.barriers(1, 1, CLUSTER),
         ended=common.barriers(1, CONSUMERS, CLUSTER),
+        turn=common.barriers(TURNS) if in_turn else None,
         landed=common.barriers(1) if has_lengths else None,
     )
     pipelines = pairs_pipelines(p, rows, stages, bias=False)
@@ -386,6 +399,8 @@ class ClusterConsumer(KeysConsumer):
         if dq is None:
             return
         dq, columns, config = ptx.wait(products, dq), self.columns, self.config
+        if config.in_turn:
+            plgpu.barrier_wait(turn_barrier(self.scratch, j))
         head, first_query = self.inner.place_of(j)
         tile = self.cta.b * config.num_q_heads + self.first_head + head
         tile = tile * config.dq_tiles + common.quotient(first_query, ptx.ROWS)
@@ -433,6 +448,11 @@ class DvConsumer(ClusterConsumer):
         dv = self.step(jnp.int32(0), self.zeros(), first=True)
         dv = lax.fori_loop(jnp.int32(1), last + 1, self.step, dv)
         self.add_dq(last, 0, self.start_dq(self.messages.wait(last)))
+        if self.config.in_turn:
+            # The producer counts dq of a step when queries of two steps later are released. The
+            # last turn came after all earlier releases, so that these are the next ones.
+            for j in (1, 2):
+                self.queries.consumer_release(last + j)
         return dv
 
     def step(self, j, dv, first: bool = False):
@@ -577,9 +597,18 @@ class ClusterProducer(KeysProducer):
         self.memory: ClusterScratch = memory
         self.rank, self.sums = rank, ["dv" if rank == OF_DV else "dk"]
         self.tiles, self.queries, self.cotangents = tiles_of_rank(memory, rank)
+        self.counter = rank
+        if rank == OF_DV:
+            # The consumers add dq a step late, and release queries early in a step.
+            self.turn_late, self.added_late = 1, 2
 
-    def load(self):
-        """Start the copies of the outer tile and of all inner ones."""
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether the CTA adds to dq in turn: the other may compute all columns."""
+        return self.config.in_turn and Columns.from_rank(self.tiles, self.rank).strips > 0
+
+    def load_keys(self):
+        """Start the copies of the outer tile."""
         memory, operands, tiles = self.memory, self.operands, self.tiles
         at = self.kv_head, self.first_key
         if self.rank == OF_DV:
@@ -589,7 +618,6 @@ class ClusterProducer(KeysProducer):
             if tiles.k is not None:
                 first = Columns.from_rank(tiles, self.rank).first
                 self.copy_keys(operands.k, *at, tiles.k, memory.v_full, first)
-        pl.loop(jnp.int32(0), self.inner.count)(self.step)
 
     def step(self, j):
         """Copy one inner tile: first what the first product of the CTA reads."""
@@ -607,7 +635,7 @@ class ClusterProducer(KeysProducer):
     def load_queries(self, j, h, first_query):
         """Copy q."""
         queries = self.queries
-        queries.producer_wait(j)
+        self.acquire_queries(j)
         self.copy_queries(self.operands.q, h, first_query, queries.smem_of(j), queries.filled(j))
 
     def load_cotangents(self, j, h, first_query):
@@ -643,7 +671,7 @@ def pallas_flash_backward_cluster(
     counts = config.kv.count, config.neighbours
     outer, (kv_tile, head) = common.digits(lax.axis_index("cta"), counts)
     b, head = config.place(head, outer)
-    cta, warpgroup = Cta(b, head, kv_tile), lax.axis_index("warpgroup")
+    cta, warpgroup = Cta(b, head, config.kv_tile(kv_tile)), lax.axis_index("warpgroup")
     rank = lax.axis_index(common.RANK)
     for consumer in (DvConsumer, DkConsumer):
         here = rank == consumer.rank

@@ -10,8 +10,8 @@
                   dscale = rowsum(q * acc)    where it is asked for
 
 This kernel and `backward_kernel` without dq are a backward in two passes, whose sums have a fixed
-order. It serves calls for which one pass has no fixed order, or is slower: seven products instead
-of five, or eight where H + V is above 256.
+order. It serves calls for which one pass is slower, though it computes five products and two passes
+seven, or eight where H + V is above 256: where threads read a bias, and heads are wide.
 
 **Roles.** A CTA has two or three consumer warpgroups with 64 queries each. They never wait for each
 other, and each copies its own rows of q, do, delta and the LSE. The last warpgroup is the producer,

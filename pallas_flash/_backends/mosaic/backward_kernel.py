@@ -16,15 +16,15 @@ padded head dims) takes two CTAs or two launches. `Grads` says which gradients a
 |---|---|---|
 | H + V up to 256 | dq, dk and dv | 5 |
 | H + V above 256 | dq, dk and dv, by a cluster (`backward_cluster`) | 5 |
-| deterministic, H + V up to 256 | dq, dk and dv, in turn | 5 |
-| deterministic, H + V above 256 | dk; dv; dq (`backward_dq`) | 3 + 2 + 3 |
-| if threads read a bias, H or V above 64 | dk and dv; dq, or the row before | 4 + 3 |
+| if threads read a bias, H or V above 64 | dk and dv; dq (`backward_dq`) | 4 + 3 |
+| the same, H + V above 256 | dk; dv; dq | 3 + 2 + 3 |
 
 **In turn.** Where sums must have one order, CTAs add to a tile of dq in the order of their K/V
 tiles, from the last to the first. A counter in device memory says how many have added. The producer
 waits until all CTAs before its own have (`scheduler.turns`), and counts its own when the consumers
 have released the queries of the step, which they do after they have added. A CTA waits for earlier
 CTAs of the grid alone. These run or have ended, because GPUs start CTAs in the order of the grid.
+In clusters each CTA has a counter for its columns, and waits for CTAs of its own rank.
 
 Keys are centered first, see `_problem.key_center`: where the center c of a head is not zero, each
 warpgroup subtracts it from its 64 keys in shared memory, once. The LSE is of the scores of k - c.
@@ -58,7 +58,7 @@ released.
 | queries.empty[stage] | 2 | consumers | producer | s_t and dk have been computed; dq is added |
 | cotangents.full[stage] | copies of do | these copies | consumers | do is there |
 | delta_full[stage] | 1 | copy of delta | consumers | delta is there |
-| turn[stage] | 1 | producer | consumers | dq of the step may be added, in turn |
+| turn[step % 2] | 1 | producer | consumers | dq of the step may be added, in turn (6) |
 | cotangents.empty[stage] | 2 | consumers | producer | dp_t, dv and ds_t have been computed |
 | landed | 1 | a copy | producer | rows behind a valid length can be zeroed (2) |
 | pairs.full[stage] | 2 for a bias (4), 1 a mask | their copies | consumers | tiles are there |
@@ -72,7 +72,9 @@ all. With valid lengths the producer copies 128 keys, so that there are half as 
 a tile reaches beyond a valid length, its copies arrive here and not at its full barrier. The
 producer waits for each, zeroes the rows, and arrives at the full barrier in its place. (3) Where dv
 has a launch of its own, it leaves through the stages of do. (4) One for the keys of each consumer.
-(5) Named barriers, see `Meeting`.
+(5) Named barriers, see `Meeting`. (6) The producer reports it when the queries of the step before
+have been released, so that consumers know of the turn before. One barrier would do here, not in
+clusters.
 
 **A step**, of the j-th queries, with two stages. Both warpgroups do this on their 64 keys. Time
 runs to the right, and `|` is a wait:
@@ -108,6 +110,7 @@ from pallas_flash._backends.mosaic.backward_keys import (
     CONSUMERS,
     DS_STAGES,
     PRODUCER,
+    TURNS,
     Cta,
     Grads,
     KeysConsumer,
@@ -117,6 +120,7 @@ from pallas_flash._backends.mosaic.backward_keys import (
     pairs_pipelines,
     store_sums,
     subtract_center,
+    turn_barrier,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._problem.dropout import rescaled
@@ -177,7 +181,7 @@ def keys_scratch(
         pairs=None,
         kv_full=common.barriers(1, kv_copies * (1 if has_lengths else CONSUMERS)),
         delta_full=common.barriers(stages) if grads.dk else None,
-        turn=common.barriers(stages) if in_turn else None,
+        turn=common.barriers(TURNS) if in_turn else None,
         landed=common.barriers(1) if has_lengths else None,
     )
     pipelines = pairs_pipelines(p, block_q, stages)
@@ -378,7 +382,7 @@ class BackwardConsumer(KeysConsumer):
         dv = self.wait_dv(j, sums.dv, running=2)
         dq = ptx.wait(1, dq)
         if self.config.in_turn:
-            plgpu.barrier_wait(self.scratch.turn.at[self.queries.stage(j)])
+            plgpu.barrier_wait(turn_barrier(self.scratch, j))
         self.store_dq(place, dq)
         return Sums(dk, dv)
 
@@ -440,16 +444,17 @@ class BackwardProducer(KeysProducer):
 
     scratch: KeysScratch
 
-    def load(self):
-        """Start the copies of the outer tile, with lengths, and of all inner ones."""
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.queries = self.scratch.queries
+
+    def load_keys(self):
+        """Start the copies of the outer tile, if there are lengths."""
         config, scratch = self.config, self.scratch
         if config.has_lengths:
             of_kv = (self.operands.k, scratch.k), (self.operands.v, scratch.v)
             for source, tile in of_kv if config.grads.dk else of_kv[:1]:
                 self.copy_keys(source, self.kv_head, self.first_key, tile, scratch.kv_full)
-        pl.loop(jnp.int32(0), self.inner.count)(self.step)
-        if config.in_turn:
-            pl.loop(self.inner.count, self.inner.count + config.stages)(self.acquire_queries)
 
     def step(self, j):
         """Copy one inner tile."""
@@ -463,12 +468,10 @@ class BackwardProducer(KeysProducer):
         self.config.streams.copy(
             self.operands.streamed, scratch.pairs, j, self.cta.b, h, first_query, self.first_key
         )
-        if self.config.in_turn:
-            self.await_turn(j)
 
     def load_queries(self, j, h, first_query):
         """Copy q and the statistics."""
-        queries, operands = self.scratch.queries, self.operands
+        queries, operands = self.queries, self.operands
         self.acquire_queries(j)
         stage, full = queries.stage(j), queries.filled(j)
         self.copy_queries(operands.q, h, first_query, queries.smem["tiles"].at[stage], full)
@@ -477,31 +480,6 @@ class BackwardProducer(KeysProducer):
             place = self.config.statistic(queries.smem["statistics"], name, stage)
             source = getattr(operands, name).at[self.cta.b, h, rows]
             plgpu.copy_gmem_to_smem(source, place, full)
-
-    def acquire_queries(self, j):
-        """Wait until queries of step j have a stage: those that had it are added to dq."""
-        self.scratch.queries.producer_wait(j)
-        if self.config.in_turn:
-            before = j - self.config.stages
-            common.when(before >= 0)(lambda: ptx.raise_count(self.turn_of(before)[0]))
-
-    def await_turn(self, j):
-        """Wait until it is the CTA's turn to add dq of step j, and report it to the consumers."""
-        counter, tile = self.turn_of(j)
-        config, cta = self.config, self.cta
-        turn = config.kv.count - 1 - cta.kv_tile
-        if config.masked:
-            row = config.table_row(cta.b, self.kv_head, cta.kv_tile)
-            turn = plgpu.load(self.operands.turns.at[row, tile])
-        ptx.await_count(counter, turn)
-        plgpu.barrier_arrive(self.scratch.turn.at[self.scratch.queries.stage(j)])
-
-    def turn_of(self, j):
-        """Return how many CTAs have added to the tile of dq of step j, and the tile's number."""
-        config, (head, first_query) = self.config, self.inner.place_of(j)
-        tile = common.quotient(first_query, config.q.block)
-        row = self.cta.b * config.num_q_heads + self.first_head + head
-        return self.grads_refs["turns"].at[row * config.q.count + tile], tile
 
     def load_cotangents(self, j, h, first_query):
         """Copy do and delta."""

@@ -34,6 +34,8 @@ plgpu = common.plgpu
 BLOCK_KV, CONSUMERS = 128, 2
 # Stages for the ds_t that these exchange: one is written while the other is read.
 DS_STAGES = 2
+# Barriers at which the producer reports turns, by steps; `backward_cluster` needs two.
+TURNS = 2
 PRODUCER = CONSUMERS  # Number of the producer warpgroup.
 # Registers of a thread of a consumer, and of the producer.
 REGISTERS = 240, 24
@@ -108,6 +110,7 @@ class OuterKeysConfig(BackwardConfig):
         splits: the CTAs that share a K/V tile.
         adds: whether CTAs add dk and dv in device memory, in no order.
         in_turn: whether they add dq in turn, see `backward_kernel`.
+        counters: the counters of a tile of dq in turn, one for each CTA of a cluster.
         centers: whether keys have a center, which may be zero.
     """
 
@@ -115,6 +118,7 @@ class OuterKeysConfig(BackwardConfig):
     splits: Splits
     adds: bool
     in_turn: bool
+    counters: int
     centers: bool
 
     @property
@@ -327,7 +331,18 @@ def store_sums(config: OuterKeysConfig, cta: Cta, warpgroup, x, tile, ref):
 
 
 class KeysProducer(abc.ABC):
-    """The warpgroup that starts all copies; arguments as of `KeysConsumer`."""
+    """The warpgroup that starts all copies; arguments as of `KeysConsumer`.
+
+    Where CTAs add dq in turn it also waits for turns and counts those that have ended. It goes by
+    the queries that consumers release: before it waits for step j, it reports the turn of step
+    j - `turn_late`, and then dq of step j - `added_late` has been added.
+
+    Attributes:
+        counter: the counter of this CTA, of those that a tile of dq has.
+    """
+
+    queries: Pipeline
+    turn_late = added_late = counter = 0
 
     def __init__(self, config: OuterKeysConfig, operands: Operands, grads, scratch, cta: Cta):
         self.config, self.operands, self.grads_refs = config, operands, grads
@@ -349,9 +364,82 @@ class KeysProducer(abc.ABC):
         if config.has_lengths and config.splits.count == 1:
             store_zeros(config, operands, self.grads_refs, self.cta, self.sums)
 
-    @abc.abstractmethod
     def load(self):
-        """Start the copies of the outer tile, and of all inner ones."""
+        """Start the copies of the outer tile, and of all inner ones; take all turns."""
+        self.load_keys()
+        count = self.inner.count
+
+        @pl.loop(jnp.int32(0), count)
+        def _(j):
+            self.step(j)
+            self.count_turn(j)
+
+        if self.takes_turns:
+
+            @pl.loop(count, count + self.queries.stages + self.added_late)
+            def _(j):
+                self.acquire_queries(j)
+                self.count_turn(j)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether the CTA adds to dq in turn."""
+        return self.config.in_turn
+
+    @abc.abstractmethod
+    def load_keys(self):
+        """Start the copies of the outer tile that the consumers do not start."""
+
+    @abc.abstractmethod
+    def step(self, j):
+        """Start the copies of one inner tile."""
+
+    def acquire_queries(self, j):
+        """Wait until a stage is free for queries of step j; first report the turn that frees it.
+
+        Behind the last step no queries follow, but consumers still release stages.
+        """
+        if self.takes_turns:
+            self.of_a_step(j - self.queries.stages - self.turn_late, self.await_turn)
+        self.queries.producer_wait(j)
+
+    def count_turn(self, j):
+        """Count the turn that has ended, as queries of step j have a stage.
+
+        After the copies of the step: they complete when all warps have arrived, and the warp that
+        counts waits for memory. Before the copies, causal calls were 4 to 6 % slower on an H200.
+        """
+        if self.takes_turns:
+            ended = j - self.queries.stages - self.added_late
+            self.of_a_step(ended, lambda j: ptx.raise_count(self.counter_of(j)[0]))
+
+    def of_a_step(self, j, function):
+        """Call `function(j)` if there is a step j."""
+        common.when((j >= 0) & (j < self.inner.count))(lambda: function(j))
+
+    def await_turn(self, j):
+        """Wait until it is the CTA's turn to add dq of step j, and report it to the consumers."""
+        counter, tile = self.counter_of(j)
+        config, cta = self.config, self.cta
+        turn = config.kv.count - 1 - cta.kv_tile
+        if config.masked:
+            row = config.table_row(cta.b, self.kv_head, cta.kv_tile)
+            turn = plgpu.load(self.operands.turns.at[row, tile])
+        ptx.await_count(counter, turn)
+        plgpu.barrier_arrive(turn_barrier(self.scratch, j))
+
+    def counter_of(self, j):
+        """Return how many CTAs have added to their part of dq of step j, and the tile's number."""
+        config, (head, first_query) = self.config, self.inner.place_of(j)
+        tile = common.quotient(first_query, config.q.block)
+        row = self.cta.b * config.num_q_heads + self.first_head + head
+        at = (row * config.q.count + tile) * config.counters + self.counter
+        return self.grads_refs["turns"].at[at], tile
+
+
+def turn_barrier(scratch, j):
+    """Return the barrier where the producer reports that dq of step j may be added."""
+    return scratch.turn.at[common.remainder(j, TURNS)]
 
 
 def store_zeros(config: OuterKeysConfig, operands: Operands, grads, cta: Cta, names):

@@ -53,7 +53,7 @@ def scratch(
         in_turn: whether CTAs add dq in turn.
     """
     if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
-        return cluster_scratch(p, tile, has_lengths)
+        return cluster_scratch(p, tile, has_lengths, in_turn)
     return keys_scratch(p, tile, grads, has_lengths, in_turn)
 
 
@@ -206,13 +206,14 @@ def backward(
             transposed=True,
             streams=streams,
             num_heads=num_heads,
-            neighbours=neighbours(num_heads, in_clusters),
+            neighbours=neighbours(num_heads, in_clusters, in_turn and bool(p.mask)),
             tile=tile,
             has_lengths=valid is not None,
             grads=grads,
             splits=splits,
             adds=splits.count > 1 and not deterministic,
             in_turn=in_turn,
+            counters=ctas,
             centers=center is not None,
         )
         turns = None
@@ -235,7 +236,9 @@ def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_
     if grads.dq:
         added["dq"] = dq_sums.reshape(-1, *ptx.OF_GROUP)
     if config.in_turn:
-        added["turns"] = jnp.zeros(batch * p.num_heads * config.q.count, jnp.int32)
+        added["turns"] = jnp.zeros(
+            batch * p.num_heads * config.q.count * config.counters, jnp.int32
+        )
     for name, like in (("dk", operands.k), ("dv", operands.v)):
         if name not in grads.names:
             continue
