@@ -53,22 +53,22 @@ class Measured:
         return not self.f.options and (self.f.causal or not self.f.masked)
 
     @functools.cached_property
-    def one_pass(self) -> bool:
-        """Whether it is a backward that computes dq, dk and dv together."""
+    def unordered(self) -> bool:
+        """Whether it is a backward of q, k and v alone whose sums have no order."""
         return self.backward and not (self.deterministic or self.dbias)
 
     @functools.cached_property
     def in_clusters(self) -> bool:
-        """Whether clusters of two CTAs compute it."""
-        return self.one_pass and in_clusters(*padded(self.f.head_dim, self.f.value_dim))
+        """Whether clusters of two CTAs compute it, in no order."""
+        return self.unordered and in_clusters(*padded(self.f.head_dim, self.f.value_dim))
 
     @functools.cached_property
     def few_ctas(self) -> bool:
-        """Whether it is one pass of few CTAs, without clusters, of heads with own keys."""
+        """Whether it is such a backward of few CTAs, without clusters, of heads with own keys."""
         f = self.f
         ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
         few = f.groups == 1 and ctas <= FEW_CTAS
-        return self.one_pass and not self.in_clusters and few
+        return self.unordered and not self.in_clusters and few
 
     @functools.cached_property
     def drops(self) -> bool:
@@ -145,16 +145,13 @@ RULES = (
         lambda c: not c.backward and c.head_dim == 64 and c.asks(Option.SCORE_MOD),
     ),
     Rule(
-        "deterministic at head dim 64: dropout, soft caps, score functions, biases, block masks",
-        *(NEVER, 0.19),
+        "deterministic at head dim 64: score functions and block masks",
+        *(NEVER, 0.17),
         lambda c: (
             c.deterministic
             and c.head_dim == 64
             and not c.dbias
-            and (
-                c.f.mask is MaskKind.BLOCKS
-                or c.asks(Option.DROPOUT, Option.SOFT_CAP, Option.SCORE_MOD, *BIASES)
-            )
+            and (c.f.mask is MaskKind.BLOCKS or c.asks(Option.SCORE_MOD))
         ),
     ),
     Rule(
@@ -173,7 +170,10 @@ RULES = (
     Rule(
         "biases, of which shorter ones were not measured",
         *(2048, None),
-        lambda c: c.asks(*BIASES),
+        lambda c: (
+            c.asks(*BIASES)
+            and (c.dbias or not (c.backward and c.head_dim == 64 and c.asks(Option.BIAS_16_BITS)))
+        ),
     ),
     Rule(
         "documents, chunks and joined masks in the forward at head dim 64",
@@ -183,9 +183,9 @@ RULES = (
         ),
     ),
     Rule(
-        "dropout in a backward of one pass, and in the forward at head dim 128",
+        "dropout in a backward in no order, and in the forward at head dim 128",
         *(512, 0.39),
-        lambda c: c.drops and (c.one_pass or (not c.backward and c.head_dim == 128)),
+        lambda c: c.drops and (c.unordered or (not c.backward and c.head_dim == 128)),
     ),
     Rule(
         "no mask or a causal one, and no option, in clusters",
@@ -193,9 +193,9 @@ RULES = (
         lambda c: c.plain and c.in_clusters,
     ),
     Rule(
-        "no mask or a causal one, and no option; but not deterministic causal at head dim 64",
+        "no mask or a causal one, and no option",
         *(512, 1.15),
-        lambda c: c.plain and not (c.deterministic and c.head_dim == 64 and c.f.causal),
+        lambda c: c.plain,
     ),
     Rule("all other calls", 1024, None, lambda c: True),
 )
@@ -216,14 +216,14 @@ def _has_enough_work(call: Measured) -> bool:
 
     The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
     in a forward at head dim 64 without a mask, and four times as many in a causal backward. Others
-    were measured from `MANY_ROWS` queries on, dropout in one pass from a quarter of them on. A
-    backward needs enough keys, because its CTAs divide them.
+    were measured from `MANY_ROWS` queries on, dropout in a backward in no order from a quarter of
+    them on. A backward needs enough keys, because its CTAs divide them.
     """
     f, head_dim = call.f, call.head_dim
     if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
         return False
     if not call.plain or call.deterministic or call.dbias:
-        return f.rows >= (MANY_ROWS // 4 if call.drops and call.one_pass else MANY_ROWS)
+        return f.rows >= (MANY_ROWS // 4 if call.drops and call.unordered else MANY_ROWS)
     if f.causal:
         numbers = 2**23 if call.backward else 2**20
     else:

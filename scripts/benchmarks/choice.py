@@ -6,7 +6,7 @@ H100 where kernels have changed since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from scripts.benchmarks import report, results
@@ -45,51 +45,19 @@ def pass_of(r: dict[str, Any]) -> str:
     return r["pass"] + " in order" * bool(r["config"].get("reproducible"))
 
 
-def compared(
-    *names: str, ours: Callable[[dict[str, Any]], bool], other: Callable[[dict[str, Any]], bool]
-) -> list[tuple[dict[str, Any], float]]:
-    """Return the lines of `ours` in files, and their speed relative to `other` in the same run."""
+def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
+    """Return lines of "mosaic" in files, and its speed relative to "triton" in the same run."""
 
     def run(r):
         return r["shape"], r["pass"], r["commit"], r["date"]
 
     lines = [r for name in names for r in results.load(RESULTS / f"{name}.jsonl") if "ms" in r]
-    others = {run(r): time(r) for r in lines if other(r)}
+    others = {run(r): time(r) for r in lines if r["implementation"] == "ours_triton"}
     pairs = {}
     for r in lines:
-        if ours(r) and run(r) in others:
+        if r["implementation"] == "ours_mosaic" and run(r) in others:
             pairs[report.key(r)] = r, others[run(r)] / time(r)
     return list(pairs.values())
-
-
-def computed_by(implementation: str) -> Callable[[dict[str, Any]], bool]:
-    """Return whether a line is of an implementation, as a function."""
-    return lambda r: r["implementation"] == implementation
-
-
-def gains(*names: str) -> list[tuple[dict[str, Any], float]]:
-    """Return lines of "mosaic", and its speed relative to "triton" in the same run."""
-    return compared(*names, ours=computed_by("ours_mosaic"), other=computed_by("ours_triton"))
-
-
-def two_passes() -> dict[str, list[float]]:
-    """Return the speed of two deterministic passes at head dim 256 relative to one, by kind.
-
-    One pass had two launches there on the H200; at smaller head dims key tiles now take turns.
-    """
-
-    def default(r):
-        return computed_by("ours_mosaic")(r) and not r["config"].get("reproducible")
-
-    def in_order(r):
-        return computed_by("ours_mosaic")(r) and bool(r["config"].get("reproducible"))
-
-    speeds: dict[str, list[float]] = {}
-    for r, speed in compared(*FILES, ours=in_order, other=default):
-        if (r["D"], r.get("V")) == (256, None) and "H200" not in r["device"]:
-            for kind in kinds_of(r):
-                speeds.setdefault(kind, []).append(speed)
-    return speeds
 
 
 def measured() -> Iterator[tuple[str, dict[str, Any], float]]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from scripts.benchmarks import curves, key_bias, overview, report, results
-from scripts.benchmarks.choice import HEAD_DIMS, KINDS, PASSES, gains_by_length, two_passes
+from scripts.benchmarks.choice import HEAD_DIMS, KINDS, PASSES, gains_by_length
 from scripts.benchmarks.results import RESULTS, time
 from scripts.benchmarks.shapes import short, visited_blocks
 from scripts.command import UserError, command
@@ -382,14 +382,6 @@ def choice() -> str:
     return markdown(["calls", *(x for name in head for x in (name, "128", "256"))], rows)
 
 
-def in_order() -> str:
-    """Return the speed of two passes at head dim 256, the least and the most."""
-    speeds = two_passes()
-    kinds = [kind for kind in (*KINDS, "trained bias") if kind in speeds]
-    rows = [[in_words(kind), least_and_most(speeds[kind])] for kind in kinds]
-    return markdown(["backward, head dim 256", "two passes"], rows)
-
-
 def least_and_most(numbers: Iterable[float]) -> str:
     """Return the ends of a range, or one number if they are equal."""
     ends = sorted(f"{x:.2f}" for x in numbers)
@@ -617,7 +609,6 @@ TABLES = {
     "times": times,
     "options": options,
     "choice": choice,
-    "in-order": in_order,
     "dq-errors": dq_errors,
     "errors": errors,
     "training": training,
