@@ -42,7 +42,7 @@ from typing import Any
 
 import jax
 
-from scripts.benchmarks.peers import INVARIANT, OURS, PEERS
+from scripts.benchmarks.peers import OURS, PEERS, VARIANTS
 from scripts.benchmarks.programs import ALLOWED
 from scripts.benchmarks.recording import add_flags, recording
 from scripts.benchmarks.report import line, load, plot, table
@@ -113,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=PEERS,
         metavar="NAME",
-        default=[name for name in PEERS if name != INVARIANT],
-        help="names of --list (default: all but ours_invariant)",
+        default=[name for name in PEERS if name not in VARIANTS],
+        help="names of --list (default: all but ours_invariant and ours_reproducible)",
     )
     add("--passes", choices=(*DIRECTIONS, "both"), default="both", help="passes to time")
     add("--rounds", type=parse_size, metavar="INT", default=5, help="measurements of each peer")

@@ -463,14 +463,22 @@ class Peer:
 
 
 # The latter is timed on request alone.
-OURS, INVARIANT = "ours", "ours_invariant"
+OURS = "ours"
+# "mosaic" with an option; timed where they are named.
+VARIANTS = {
+    "ours_invariant": dict(batch_invariant=True),
+    "ours_reproducible": dict(reproducible=True),
+}
 _EXTRA = "pip install -e '.[bench]', on Python 3.12 or newer"
 _TORCH = "pip install torch"
 PEERS = {
     OURS: Peer("pallas-flash", functools.partial(_ours, None)),
     "ours_triton": Peer("pallas-flash", functools.partial(_ours, "triton")),
     "ours_mosaic": Peer("pallas-flash", functools.partial(_ours, "mosaic")),
-    INVARIANT: Peer("pallas-flash", functools.partial(_ours, "mosaic", batch_invariant=True)),
+    **{
+        name: Peer("pallas-flash", functools.partial(_ours, "mosaic", **options))
+        for name, options in VARIANTS.items()
+    },
     "ours_xla": Peer("pallas-flash", functools.partial(_ours, "xla")),
     "ours_reference": Peer("pallas-flash", functools.partial(_ours, "reference")),
     "jax_xla": Peer("jax", functools.partial(_jax_nn, "xla")),
