@@ -64,7 +64,7 @@ class Measured:
 
     @functools.cached_property
     def few_ctas(self) -> bool:
-        """Whether it is such a backward of few CTAs, without clusters, of heads with own keys."""
+        """Whether it is a backward in no order of few CTAs, without clusters, of own keys."""
         f = self.f
         ctas = f.batch * f.num_kv_heads * -(-f.kv_len // KEYS_OF_A_CTA)
         few = f.groups == 1 and ctas <= FEW_CTAS
@@ -168,12 +168,9 @@ RULES = (
         ),
     ),
     Rule(
-        "biases, of which shorter ones were not measured",
+        "biases, of which shorter ones were not measured, but deterministic at head dim 64",
         *(2048, None),
-        lambda c: (
-            c.asks(*BIASES)
-            and (c.dbias or not (c.backward and c.head_dim == 64 and c.asks(Option.BIAS_16_BITS)))
-        ),
+        lambda c: c.asks(*BIASES) and (c.dbias or not (c.deterministic and c.head_dim == 64)),
     ),
     Rule(
         "documents, chunks and joined masks in the forward at head dim 64",

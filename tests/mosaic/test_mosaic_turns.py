@@ -10,16 +10,22 @@ from support import cases
 from support import mosaic_emulator as emulator
 from support.broken_kernels import without_waiting_at
 from support.judge import judge
-from support.mosaic_cases import LONG_CAUSAL, emulated
+from support.mosaic_cases import LONG_CAUSAL, biased, checked, emulated
 
 from pallas_flash._backends.mosaic import (
     backward_cluster,
     backward_kernel,
     backward_keys,
+    backward_launch,
     backward_splits,
     scheduler,
+    tiles,
 )
+from pallas_flash._backends.mosaic.backward_keys import Grads
+from pallas_flash._problem.features import features_of
+from pallas_flash._problem.tile_sizes import tile_of
 from pallas_flash.masks import BlockMask
+from pallas_flash.tuning import BackwardTile, TileSizes
 
 MASKS = {
     "full": {},
@@ -84,6 +90,27 @@ def test_turns_of_clusters(head_dim, value_dim, kernel_case):
     """At head dim 16 CTA 0 has all columns of dq, and CTA 1 takes no turns."""
     case = dataclasses.replace(LONG_CAUSAL, H=head_dim, V=value_dim)
     judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order=True))
+
+
+def test_bias_in_fewer_stages_than_queries(kernel_case):
+    """Its copy may not wait for a step whose turn is reported later: three stages, and one."""
+    case = biased(H=32, V=64, T=640, S=304)
+    sizes = TileSizes(backward=BackwardTile(128, 3))
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), in_order=True, sizes=sizes))
+
+
+@pytest.mark.parametrize(("in_turn", "stages"), [(False, 1), (True, None)])
+def test_mask_in_fewer_stages_than_queries(in_turn, stages):
+    """Head dim 128 with values of 224 has three stages of queries in CTA 0, and room for a mask."""
+    masked = dict(mask=np.ones((1, 1, 300, 300), bool))
+    case = dataclasses.replace(
+        LONG_CAUSAL, H=128, V=224, T=300, S=300, options=lambda random, case: masked
+    )
+    qkv, _, options = case.problem("bfloat16")
+    call = checked(qkv, options)
+    tile = tile_of(tiles.default(call, features_of(call)), "backward")
+    pipeline = backward_launch.scratch(call, tile, Grads.DQ_DK_DV, in_turn=in_turn).pairs
+    assert tile.stages == 2 and (pipeline and pipeline.stages) == stages
 
 
 def without_counting(patch):

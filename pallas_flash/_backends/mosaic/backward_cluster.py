@@ -53,7 +53,7 @@ an arrival is one at the barriers of both CTAs.
 | k_full | copies of k | these copies | consumers of CTA 0 | k is there |
 | v_full | copies of v and k | these copies | consumers of CTA 1 | v and columns of k are there |
 | queries.full, cotangents.full [stage] | copies | these copies | consumers | the tile is there |
-| queries.empty, cotangents.empty [stage] | 2 | consumers | producer | products have read it |
+| queries.empty, cotangents.empty [stage] | 2 | consumers | producer | products have read it (5) |
 | numbers_full [slot] | copies | these copies | consumers | numbers are there (2) |
 | messages [buffer] | 1 and 16 KiB | consumer 0, and bytes | consumers | a message is there (3) |
 | started | 1 of each CTA | consumer 0 | consumers | messages may be sent |
@@ -223,7 +223,7 @@ def cluster_scratch(
         turn=common.barriers(TURNS) if in_turn else None,
         landed=common.barriers(1) if has_lengths else None,
     )
-    pipelines = pairs_pipelines(p, rows, stages, bias=False)
+    pipelines = pairs_pipelines(p, rows, stages, stages if in_turn else 1, bias=False)
     return memory._replace(pairs=common.first_that_fits(memory, pipelines))
 
 
@@ -449,8 +449,8 @@ class DvConsumer(ClusterConsumer):
         dv = lax.fori_loop(jnp.int32(1), last + 1, self.step, dv)
         self.add_dq(last, 0, self.start_dq(self.messages.wait(last)))
         if self.config.in_turn:
-            # The producer counts dq of a step when queries of two steps later are released. The
-            # last turn came after all earlier releases, so that these are the next ones.
+            # The producer counts dq of a step when queries of two steps later are released. It has
+            # waited for all earlier releases before the last turn, so it cannot miss these.
             for j in (1, 2):
                 self.queries.consumer_release(last + j)
         return dv

@@ -24,7 +24,8 @@ tiles, from the last to the first. A counter in device memory says how many have
 waits until all CTAs before its own have (`scheduler.turns`), and counts its own when the consumers
 have released the queries of the step, which they do after they have added. A CTA waits for earlier
 CTAs of the grid alone. These run or have ended, because GPUs start CTAs in the order of the grid.
-In clusters each CTA has a counter for its columns, and waits for CTAs of its own rank.
+In clusters each CTA has a counter for its columns, and waits for CTAs of its own rank; CTA 0 goes
+by the queries of two steps later.
 
 Keys are centered first, see `_problem.key_center`: where the center c of a head is not zero, each
 warpgroup subtracts it from its 64 keys in shared memory, once. The LSE is of the scores of k - c.
@@ -184,7 +185,7 @@ def keys_scratch(
         turn=common.barriers(TURNS) if in_turn else None,
         landed=common.barriers(1) if has_lengths else None,
     )
-    pipelines = pairs_pipelines(p, block_q, stages)
+    pipelines = pairs_pipelines(p, block_q, stages, max(1, stages - 1) if in_turn else 1)
     return memory._replace(pairs=common.first_that_fits(memory, pipelines))
 
 

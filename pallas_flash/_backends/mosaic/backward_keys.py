@@ -165,11 +165,13 @@ class OuterKeysConfig(BackwardConfig):
 # ------------------------------------------------------------------------------------------------
 
 
-def pairs_pipelines(p: Problem, block_q: int, stages: int, bias: bool = True):
+def pairs_pipelines(p: Problem, block_q: int, stages: int, least: int = 1, bias: bool = True):
     """Yield pipelines for tiles of a bias and of mask arrays, the most wanted first.
 
     First with the bias, in as many stages as queries have, then in fewer; then the same without it.
-    `bias`: whether a bias may be copied.
+    `bias`: whether a bias may be copied. `least`: the least number of stages. In turn it is one
+    less than queries have: with n stages the copy of step j waits until step j - n has been
+    computed, and consumers come there if the turn of step j - n - 1 is reported before the copy.
     """
     dtype: Any = None if p.bias is None else p.bias.dtype
     masks = sum(map(pairs.has_pairs, p.mask.leaves))
@@ -177,7 +179,7 @@ def pairs_pipelines(p: Problem, block_q: int, stages: int, bias: bool = True):
     if bias and p.bias is not None and 1 not in p.bias.shape[2:]:
         # `ptx.load_transposed` reads 16 bits; copies take rows of a multiple of 16 bytes.
         copied = dtype.itemsize == 2 and p.kv_len % 8 == 0
-    for with_bias, n in itertools.product([copied, False], range(stages, 0, -1)):
+    for with_bias, n in itertools.product([copied, False], range(stages, least - 1, -1)):
         shapes = (n, CONSUMERS, block_q, ptx.COLUMNS), (masks, n, block_q // ptx.BITS, BLOCK_KV)
         smem = dict(
             bias=plgpu.SMEM(shapes[0], dtype, transforms=ptx.BLOCKS) if with_bias else None,
@@ -334,8 +336,8 @@ class KeysProducer(abc.ABC):
     """The warpgroup that starts all copies; arguments as of `KeysConsumer`.
 
     Where CTAs add dq in turn it also waits for turns and counts those that have ended. It goes by
-    the queries that consumers release: before it waits for step j, it reports the turn of step
-    j - `turn_late`, and then dq of step j - `added_late` has been added.
+    the queries that consumers release: before it waits until queries of step j are released, it
+    reports the turn of step j - `turn_late`; after that dq of step j - `added_late` has been added.
 
     Attributes:
         counter: the counter of this CTA, of those that a tile of dq has.
@@ -395,8 +397,9 @@ class KeysProducer(abc.ABC):
         """Start the copies of one inner tile."""
 
     def acquire_queries(self, j):
-        """Wait until a stage is free for queries of step j; first report the turn that frees it.
+        """Wait until a stage is free for queries of step j; first report the next turn.
 
+        Consumers wait for it, or in CTA 0 of a cluster for the one before, and release a stage.
         Behind the last step no queries follow, but consumers still release stages.
         """
         if self.takes_turns:
@@ -407,7 +410,7 @@ class KeysProducer(abc.ABC):
         """Count the turn that has ended, as queries of step j have a stage.
 
         After the copies of the step: they complete when all warps have arrived, and the warp that
-        counts waits for memory. Before the copies, causal calls were 4 to 6 % slower on an H200.
+        counts waits for memory. Before the copies, calls were up to 6 % slower on an H200.
         """
         if self.takes_turns:
             ended = j - self.queries.stages - self.added_late

@@ -248,8 +248,9 @@ def _launch(config: OuterKeysConfig, p: Problem, memory, operands: Operands, dq_
         if config.adds:
             added[name] = jnp.zeros(*outputs.pop(name))
     grid = config.grid(batch, kv_tile=config.kv.count)
-    if config.in_turn and not p.mask:
-        # Each CTA is a step behind the one before. With heads at once fewer of them wait.
+    if config.in_turn and not p.mask and grid["outer"] < 2**16:
+        # Each CTA is a step behind the one before. With heads at once fewer of them wait. CUDA
+        # takes no more CTAs on the slowest axis.
         grid = dict(reversed(grid.items()))
     kernel: dict[str, Any] = dict(kernel=_kernel(grads), grid=grid)
     if grads.in_clusters(*padded(p.head_dim, p.value_dim)):
