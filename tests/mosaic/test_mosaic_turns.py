@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ from support import cases
 from support import mosaic_emulator as emulator
 from support.broken_kernels import without_waiting_at
 from support.judge import judge
+from support.lowered import attention, gradients, lowered
 from support.mosaic_cases import LONG_CAUSAL, biased, checked, emulated
 
 from pallas_flash._backends.mosaic import (
@@ -18,6 +20,7 @@ from pallas_flash._backends.mosaic import (
     backward_keys,
     backward_launch,
     backward_splits,
+    common,
     scheduler,
     tiles,
 )
@@ -41,7 +44,7 @@ def add_late(patch, late):
 
     def spy(x, ref, taken=slice(None)):
         axes = emulator.here.axes
-        # Of one head there are as many clusters as K/V tiles.
+        # A head has a cluster for each K/V tile.
         place = int(axes["kv_tile"] if "kv_tile" in axes else axes["cta"])
         time.sleep(0.05 if late(place, emulator.here.warpgroup) else 0)
         added[int(ref.index[0])].append(place)
@@ -111,6 +114,22 @@ def test_mask_in_fewer_stages_than_queries(in_turn, stages):
     tile = tile_of(tiles.default(call, features_of(call)), "backward")
     pipeline = backward_launch.scratch(call, tile, Grads.DQ_DK_DV, in_turn=in_turn).pairs
     assert tile.stages == 2 and (pipeline and pipeline.stages) == stages
+
+
+@pytest.mark.parametrize(("batch", "slowest"), [(2, "outer"), (2**16, "head")])
+def test_slowest_axis_of_the_grid(batch, slowest, monkeypatch):
+    """Batch elements in turn without a mask, unless CUDA takes no so long axis there."""
+    grids, launch = [], common.launch
+
+    def spy(*args, **options):
+        grids.append(options["grid"])
+        return launch(*args, **options)
+
+    monkeypatch.setattr(common, "launch", spy)
+    call = functools.partial(attention, is_causal=False, reproducible=True)
+    lowered(functools.partial(gradients, call=call), (batch, 8, 1, 64))
+    [grid] = [x for x in grids if "kv_tile" in x]
+    assert next(iter(grid)) == slowest
 
 
 def without_counting(patch):
