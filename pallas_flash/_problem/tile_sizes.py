@@ -70,7 +70,7 @@ class ForwardTile:
     """The tile of a CTA of the Hopper forward.
 
     Attributes:
-        warpgroups: consumer warpgroups, 2 or 3, with 64 queries each.
+        warpgroups: consumer warpgroups, 2 to 4, with 64 queries each.
         block_kv: keys of a block, a multiple of 16 up to 256.
         output_slots: buffers of 64 columns in shared memory through which the output leaves, up to
             4; 0 reuses the buffer of the queries, or, where query heads are packed, none.
@@ -86,7 +86,7 @@ class ForwardTile:
     cluster_size: int = 1
 
     def __post_init__(self):
-        _check(self, warpgroups=(2, 3), block_kv=tuple(range(16, 257, 16)))
+        _check(self, warpgroups=(2, 3, 4), block_kv=tuple(range(16, 257, 16)))
         _check(self, output_slots=tuple(range(5)), stages=_STAGES)
         _check(self, cluster_size=(1, 2) if self.warpgroups == 2 else (1,))
 

@@ -16,7 +16,7 @@ def sizes_with(name, x):
 
 # A tile of "mosaic", a number of it, and what that may not be.
 NUMBERS = [
-    (tuning.ForwardTile, "warpgroups", (1, 4)),
+    (tuning.ForwardTile, "warpgroups", (1, 5)),
     (tuning.ForwardTile, "block_kv", (0, 100, 272)),
     (tuning.ForwardTile, "output_slots", (-1, 5)),
     (tuning.ForwardTile, "stages", (1, 5)),

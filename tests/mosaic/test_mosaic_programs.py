@@ -241,15 +241,21 @@ def test_no_clusters_for_few_rows(length, heads, options, programs):
         (1024, 16, CAUSAL | dict(alibi_slopes=jnp.ones(16)), (2, 128)),
         (1024, 17, CAUSAL | dict(alibi_slopes=jnp.ones(17)), (3, 96)),
         (1024, 16, CAUSAL | dict(segment_ids=jnp.zeros((1, 1024), jnp.int32)), (3, 96)),
-        # Without a mask, by the program that has most.
-        (1024, 16, {}, (2, 128)),
-        (1024, 22, {}, (3, 128)),  # 128 queries twice, or 192 once.
-        (1024, 32, {}, (2, 160)),
-        (2048, 16, {}, (2, 160)),
-        (2048, 32, {}, (3, 128)),
+        # Without a mask, by the CTA that has most queries.
+        (1024, 16, {}, (2, 128)),  # 128, not 192 or 256.
+        (1024, 22, {}, (3, 128)),  # 192, not 256.
+        (1024, 32, {}, (4, 64)),  # 256, not 384.
+        (2048, 32, {}, (4, 64)),  # 512, not 576.
+        (4096, 32, {}, (4, 64)),  # 1024, not 1152.
+        (4096, 40, {}, (3, 128)),  # 1344 are not enough more than 1280.
+        (128, 200, {}, (2, 128)),  # 256, not 384 or 512.
+        (512, 512, {}, (4, 64)),  # 2048, not 2304.
+        (512, 512, CAUSAL, (4, 64)),
+        (512, 512, dict(logits_soft_cap=30.0), (3, 128)),
+        (512, 512, dict(query_seq_lengths=jnp.int32([500])), (3, 128)),
     ],
 )
-def test_low_occupancy_at_64_has_two_warpgroups(length, heads, options, tile):
+def test_tiles_of_few_queries_at_64(length, heads, options, tile):
     q = jnp.zeros((1, length, heads, 64), jnp.bfloat16)
     found = default_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
@@ -519,7 +525,7 @@ def test_folded_if_no_cta_has_two_work_tiles(shape, options, warpgroups, zigzag)
 
 
 @pytest.mark.parametrize("options", [CAUSAL, {}], ids=["zigzag", "neighbours"])
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("length", [64, 65, 600, 768])
 def test_each_query_tile_is_in_one_split(length, warpgroups, options):
     """All work tiles have as much work, if query tiles are folded."""
@@ -539,7 +545,7 @@ def test_each_query_tile_is_in_one_split(length, warpgroups, options):
         assert ordered.tolist() == numbers.ravel().tolist()
 
 
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("length", cases.default([300, 700], [300, 321, 700]))
 def test_numbers_of_folded_tiles(warpgroups, length, kernel_case, monkeypatch):
     """Stages are used again while a warpgroup passes by."""
@@ -557,7 +563,7 @@ def test_numbers_of_folded_tiles(warpgroups, length, kernel_case, monkeypatch):
     assert all(seen) and seen
 
 
-@pytest.mark.parametrize("warpgroups", [2, 3])
+@pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
 def test_warpgroups_compute_their_blocks(warpgroups, xp):
     """All pairs or triples of ranges, the last one of which lacks a tile of queries."""
@@ -593,6 +599,17 @@ def test_blocks_descend():
     assert blocks == (6, 7, 0)
     assert [int(blocks.block_at(i, None)) for i in range(7)] == [6, 5, 4, 3, 2, 1, 0]
     assert [*zip(*visited, strict=True)] == [(2, 3, 7, 7), (1, 2, 7, 7), (0, 1, 7, 7)]
+
+
+@cases.parametrize(
+    names=["full", "causal", "documents", "lengths", "mask", "bias of heads", "everything at once"]
+)
+def test_fourth_warpgroup(case, kernel_case, monkeypatch):
+    """One warp of the producer copies the queries of two; on one core, where stages come again."""
+    on_sms(monkeypatch, 1)
+    sizes = TileSizes(ForwardTile(4, 64))
+    case = dataclasses.replace(case.scaled(3), H=64, V=64)
+    judge(case, "bfloat16", emulated(case.problem("bfloat16"), False, sizes))
 
 
 # Some of three warpgroups see neither the first nor the last key tile of their work tile.

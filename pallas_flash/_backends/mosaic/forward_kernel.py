@@ -19,10 +19,10 @@ base e (2):
 (2) In the end m and log2(l) are saved apart, see `LogSum`.
 
 Roles. The kernel is persistent: a CTA computes work tiles until none is left (`scheduler`), and
-there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 or 3 *consumer warpgroups*,
+there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 to 4 *consumer warpgroups*,
 each with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes
 work tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n,
-and its tiles of a bias. All consumer warpgroups of a CTA share the K/V blocks that stream past;
+and its tiles of a bias; warp 1 those of a fourth one, too. All consumer warpgroups of a CTA share the K/V blocks that stream past;
 each skips those that its own queries do not see. The producer hands registers to the consumers
 (`REGISTERS`).
 
@@ -44,8 +44,8 @@ times, also for a copy of that warp. Only k.empty, v.empty and ended count other
 cluster: there each CTA's barrier has one arrival for a warpgroup, each by a thread of its own.
 
     barrier       number         arrivals            who arrives            who waits
-    q.full        w              column blocks       copies of warp 1 + n   consumer n
-    q.empty       w              1                   consumer n             producer warp 1 + n
+    q.full        w              column blocks       copies of its warp     consumer n
+    q.empty       w              1                   consumer n             its producer warp
     k.full        stages         column blocks       copies of warp 0       all consumers
     k.empty       stages         w; cluster: 2 w     all consumers          producer warp 0
     v.full        stages         column blocks       copies of warp 0       all consumers
@@ -54,12 +54,13 @@ cluster: there each CTA's barrier has one arrival for a warpgroup, each by a thr
     bias.empty    w * its stages 1                   consumer n             producer warp 1 + n
     bits.full     4              arrays              copies of warp 0       all consumers
     bits.empty    4              w                   all consumers          producer warp 0
-    work.full     4              1                   copy of warp 0         the 2 w + 1 readers (3)
-    work.empty    4              2 w + 1             these readers          producer warp 0
+    work.full     4              1                   copy of warp 0         the readers (3)
+    work.empty    4              1 for each reader   these readers          producer warp 0
     ended         1, if cluster  2 w, of both CTAs   all consumers          all consumers
     SKIPPED       named, 5 + n   128 threads         warps of consumer n    the same; if cluster
 
-(3) The consumers, and producer warps 0 to w: warp 0, too, reads the work tiles that it copied.
+(3) The consumers, the producer warps that copy queries, and warp 0, which reads the work tiles that
+it copied. They are 2 w + 1, and 8 where w is 4.
 
 A thread that waits at a barrier knows its phase by one bit. So it waits for every phase, also for
 phases of K/V blocks that its queries do not see (`skip`): after a wait that it left out, the phase
@@ -147,7 +148,10 @@ plgpu = common.plgpu
 
 # Registers of a consumer's thread and of a producer's, by the number of consumer warpgroups: a CTA
 # has 64 Ki.
-REGISTERS = {2: (240, 24), 3: (160, 32)}
+REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 24)}
+
+# Warps of a producer warpgroup that copy queries; one more copies keys and values.
+WARPS_FOR_QUERIES = 3
 
 MASK_STAGES = 4
 
@@ -191,12 +195,16 @@ def scratch(p: AnyProblem, tile: ForwardTile) -> Smem:
         statistics_sm=plgpu.SMEM((w, num_statistics(p), ptx.ROWS), jnp.float32),
         bias=None,
         bits=None,
-        # The consumers, the warps for their queries, and warp 0.
-        work=None if p.mask.known_on_host else scheduler.work_pipeline(2 * w + 1),
+        work=None if p.mask.known_on_host else work_pipeline(w),
         ended=common.barriers(1, w, cluster) if cluster > 1 else None,
     )
     smem = smem._replace(bits=common.first_that_fits(smem, _mask_pipelines(p, tile)))
     return smem._replace(bias=common.first_that_fits(smem, _bias_pipelines(p, tile)))
+
+
+def work_pipeline(consumers: int) -> Pipeline:
+    """Return the work tiles' pipeline, for the consumers, the warps for their queries and warp 0."""
+    return scheduler.work_pipeline(consumers + min(consumers, WARPS_FOR_QUERIES) + 1)
 
 
 def _mask_pipelines(p: AnyProblem, tile: ForwardTile):
@@ -212,6 +220,9 @@ def _mask_pipelines(p: AnyProblem, tile: ForwardTile):
 def _bias_pipelines(p: AnyProblem, tile: ForwardTile):
     """Yield pipelines for tiles of the bias: with as many stages as keys have, or fewer."""
     if p.bias is None or 1 in p.bias.shape[2:]:
+        return
+    # A warp that waits for one consumer's tiles keeps another one from its own.
+    if tile.warpgroups > WARPS_FOR_QUERIES:
         return
     dtype = jnp.dtype(stored_dtype(p.bias.dtype))
     # Copies take rows of a multiple of 16 bytes.
@@ -557,11 +568,15 @@ class ForwardProducer(Cta):
         config = self.config
         plgpu.set_max_registers(config.registers[1], action="decrease")
 
-        def warp(w):
-            of_warp = tiles if config.streams.bias is None else config.work_tiles(w, tiles)
-            return of_warp, functools.partial(self.load_queries, w)
+        def warp(n):
+            def load(i, work_tile, bias_base):
+                for w in range(n, config.tile.warpgroups, WARPS_FOR_QUERIES):
+                    bias_base = self.load_queries(w, i, work_tile, bias_base)
+                return bias_base
 
-        warps = map(warp, range(config.tile.warpgroups))
+            return tiles if config.streams.bias is None else config.work_tiles(n, tiles), load
+
+        warps = map(warp, range(min(config.tile.warpgroups, WARPS_FOR_QUERIES)))
         run_producer_warps(tiles, self.load_keys_and_values, *warps)
 
     def load_keys_and_values(self, i, work_tile: scheduler.WorkTile, kv_base):
@@ -702,15 +717,16 @@ TILE_RULES = (
         *(64, "a mask or scores that take registers for each pair", ForwardTile(3, 96, 1)),
         lambda f: _takes_registers(f),
     ),
-    # 1024 tokens of 16 heads: 15 and 18 microseconds.
+    # 512 tokens of 32 heads: 8 and 11 microseconds, and by four warpgroups 13.
     TileRule(
-        *(64, "products alone, one work tile for each CTA", ForwardTile(2, 128, 1, 4)),
-        lambda f: _is_shorter_by_two(f) and most_rows(f, 2) == 2 * ptx.ROWS,
+        *(64, "products alone, no mask, fewest queries of a CTA by two warpgroups"),
+        *(ForwardTile(2, 128, 1, 4), lambda f: _is_shorter_by_two(f)),
     ),
-    # 1024 tokens of 32 heads: 25 and 31 microseconds.
+    # 512 tokens of 32 x 16 heads: 86 and 91 microseconds, of 32 x 32 causal heads 115 and 124; 2048
+    # tokens of 32 heads 77 and 81.
     TileRule(
-        *(64, "products alone, fewer queries of a CTA by two warpgroups"),
-        *(ForwardTile(2, 160, 1, 4), lambda f: _is_shorter_by_two(f)),
+        *(64, "products alone, fewer queries of a CTA by four warpgroups"),
+        *(ForwardTile(4, 64, 1, 4), lambda f: _is_shorter_by_four(f)),
     ),
     # At 4096 tokens four stages take 6 % longer.
     TileRule(64, "mask arrays", ForwardTile(3, 128, 1, 2), lambda f: f.mask is MaskKind.ARRAY),
@@ -786,9 +802,18 @@ def _is_light(f: CallFeatures) -> bool:
 
 
 def _is_shorter_by_two(f: CallFeatures) -> bool:
-    """Return whether the longest CTA has fewer queries by two warpgroups than by three."""
-    alone = _products_alone(f) and not f.masked
-    return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
+    """Return whether the longest CTA has fewer queries by two warpgroups than by three or four."""
+    two, three, four = (most_rows(f, n) for n in (2, 3, 4))
+    return _products_alone(f) and not f.masked and 5 * three > 6 * two and four > two
+
+
+def _is_shorter_by_four(f: CallFeatures) -> bool:
+    """Return whether the longest CTA has fewer queries by four warpgroups than by three.
+
+    They have blocks of half as many keys, and take up to 8 % longer for as many queries.
+    """
+    alone = _products_alone(f) and f.mask in (MaskKind.FULL, MaskKind.CAUSAL)
+    return alone and 9 * most_rows(f, 3) >= 10 * most_rows(f, 4)
 
 
 # Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.

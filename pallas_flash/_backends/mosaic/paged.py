@@ -136,7 +136,7 @@ def scratch(p: AnyProblem, tile: ForwardTile, page_size: int = 0) -> forward_ker
     units = tile.block_kv // math.gcd(page_size, tile.block_kv)
     k, v = kv_pipelines(p, tile, units, consumers=w)
     q = Pipeline.spec(q, 1, copies=column_blocks, pipelines=w)
-    work = scheduler.work_pipeline(2 * w + 1)
+    work = forward_kernel.work_pipeline(w)
     return smem._replace(q=q, k=k, v=v, statistics_sm=None, work=work)
 
 
