@@ -209,20 +209,13 @@ def rule_of(call: Measured) -> Rule:
 
 
 def _has_enough_work(call: Measured) -> bool:
-    """Return whether all heads and batch elements have enough queries, and enough keys.
+    """Return whether all heads and batch elements have enough queries.
 
-    The queries of a plain call need 2^21 numbers: half as many in a causal forward, twice as many
-    in a forward at head dim 64 without a mask, and four times as many in a causal backward. Others
-    were measured from `MANY_ROWS` queries on, dropout in a backward in no order from a quarter of
-    them on. A backward needs enough keys, because its CTAs divide them.
+    A plain call needs 2^21 numbers of them, and half as many in a causal forward. Others were
+    measured from `MANY_ROWS` queries on, dropout in a backward in no order from a quarter of them
+    on.
     """
-    f, head_dim = call.f, call.head_dim
-    if call.backward and f.kv_rows < (2**14 if head_dim == 64 else 2**13):
-        return False
+    f = call.f
     if not call.plain or call.deterministic or call.dbias:
         return f.rows >= (MANY_ROWS // 4 if call.drops and call.unordered else MANY_ROWS)
-    if f.causal:
-        numbers = 2**23 if call.backward else 2**20
-    else:
-        numbers = 2**21 if call.backward or head_dim != 64 else 2**22
-    return f.rows * head_dim >= numbers
+    return f.rows * call.head_dim >= (2**20 if f.causal and not call.backward else 2**21)

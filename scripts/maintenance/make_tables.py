@@ -510,6 +510,37 @@ def invariance(file: str) -> str:
     return markdown(["call", "ms", "batch-invariant, ms", "ratio"], rows)
 
 
+def reproducible(file: str) -> str:
+    """Return the speed with `reproducible` relative to the default, by length."""
+    lines = [r for r in records(file) if r["implementation"] == "ours_reproducible"]
+    lengths = sorted({r["T"] for r in lines})
+    calls: dict[str, dict[int, str]] = {}
+    for r in sorted(lines, key=lambda r: (r["D"], r["causal"] is False)):
+        call = case_in_words("", r["case"])
+        calls.setdefault(call, {})[r["T"]] = f"{1 / r['ratio']['median']:.2f}"
+    rows = [[call, *(cells.get(T, "") for T in lengths)] for call, cells in calls.items()]
+    return markdown(["call", *map(short, lengths)], rows)
+
+
+# TFLOP/s of the matrix units of an H200 for each MHz: 132 SMs, 4096 operations a cycle in 16 bits.
+PEAK_OF_MHZ = 132 * 4096 * 1e-6
+
+
+def limits(file: str) -> str:
+    """Return the speed at 16k tokens as a share of the matrix units' peak at its clock."""
+    rows = []
+    for case in (f"{D}-{mask}" for D in (64, 128, 256) for mask in ("causal", "full")):
+        cells = []
+        for attention_pass in ("forward", "backward"):
+            for name in ("ours", "jax_cudnn"):
+                (r,) = chosen(file, attention_pass, f"{case}-16k", name)
+                peak = PEAK_OF_MHZ * r["clocks"]["clocks.sm"]
+                cells.append(f"{r['tflops']:.0f} of {peak:.0f}, {r['tflops'] / peak:.0%}")
+        rows.append([case_in_words("", case.replace("-", " ")), *cells])
+    heads = (f"{x}, {NAMES[n]}" for x in ("forward", "backward") for n in ("ours", "jax_cudnn"))
+    return markdown(["call", *heads], rows)
+
+
 STEPS = sorted((ROOT / "docs" / "hopper_steps").glob("step[0-9]_*.py"))
 
 
@@ -615,6 +646,8 @@ TABLES = {
     "engine": engine,
     "pages": pages,
     "invariance": invariance,
+    "reproducible": reproducible,
+    "limits": limits,
     "step": step,
     "step-speed": step_speed,
     "steps": steps,

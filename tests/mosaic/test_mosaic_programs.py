@@ -246,13 +246,14 @@ def test_no_clusters_for_few_rows(length, heads, options, programs):
         (1024, 22, {}, (3, 128)),  # 192, not 256.
         (1024, 32, {}, (4, 64)),  # 256, not 384.
         (2048, 32, {}, (4, 64)),  # 512, not 576.
-        (4096, 32, {}, (4, 64)),  # 1024, not 1152.
-        (4096, 40, {}, (3, 128)),  # 1344 are not enough more than 1280.
+        (2048, 40, {}, (3, 128)),  # 768, not 768.
+        (4096, 32, {}, (3, 128)),  # 1024 and not 1152, but keys are many.
+        (2048, 32, CAUSAL, (3, 128)),
         (128, 200, {}, (2, 128)),  # 256, not 384 or 512.
         (512, 512, {}, (4, 64)),  # 2048, not 2304.
         (512, 512, CAUSAL, (4, 64)),
         (512, 512, dict(logits_soft_cap=30.0), (3, 128)),
-        (512, 512, dict(query_seq_lengths=jnp.int32([500])), (3, 128)),
+        (512, 512, dict(query_seq_lengths=jnp.int32([500])), (4, 64)),
     ],
 )
 def test_tiles_of_few_queries_at_64(length, heads, options, tile):

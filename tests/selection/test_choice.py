@@ -13,12 +13,11 @@ from scripts.maintenance import make_tables
 # The cost that a choice may have, as a part of the other implementation's time.
 ALLOWED = 0.05
 
-# Calls that the rules give to the slower one: one of batch size 1 until its published time is
-# measured anew, and a bias without an axis of queries, because no rule asks for the axes of a bias.
-# Chunks, neighborhoods and positions at head dim 64, 6 to 9 % slower in the forward or in order:
-# their default backwards, and other masks of these kinds, are more than 20 % faster.
+# Calls that the rules give to the slower one: a bias without an axis of queries, because no rule
+# asks for the axes of a bias. Chunks, neighborhoods and positions at head dim 64, 6 to 9 % slower
+# in the forward or in order: their default backwards, and other masks of these kinds, are more
+# than 20 % faster.
 KNOWN = {
-    "one-example-128-causal-1k",
     "bias [1, N, 1, S] full 64 T2048",
     *(f"chunks of 1024 causal 64 T{n}" for n in (2048, 4096, 16384)),
     *(f"neighborhood 13 x 13 64 T{n}" for n in (4096, 16384)),

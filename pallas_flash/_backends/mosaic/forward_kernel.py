@@ -22,9 +22,9 @@ Roles. The kernel is persistent: a CTA computes work tiles until none is left (`
 there are at most 132 CTAs, one for each SM of an H200. A CTA has w = 2 to 4 *consumer warpgroups*,
 each with 64 queries, and one *producer warpgroup*, whose warps start copies (TMA): warp 0 takes
 work tiles and copies keys, values and masks; warp 1 + n copies the queries of consumer warpgroup n,
-and its tiles of a bias; warp 1 those of a fourth one, too. All consumer warpgroups of a CTA share the K/V blocks that stream past;
-each skips those that its own queries do not see. The producer hands registers to the consumers
-(`REGISTERS`).
+and its tiles of a bias; warp 1 also the queries of a fourth one. All consumer warpgroups of a CTA
+share the K/V blocks that stream past; each skips those that its own queries do not see. The
+producer hands registers to the consumers (`REGISTERS`).
 
 Buffers in shared memory (`scratch`); a column block has 64 columns, H and V are head dims.
 
@@ -203,7 +203,7 @@ def scratch(p: AnyProblem, tile: ForwardTile) -> Smem:
 
 
 def work_pipeline(consumers: int) -> Pipeline:
-    """Return the work tiles' pipeline, for the consumers, the warps for their queries and warp 0."""
+    """Return the pipeline of work tiles: for consumers, warps for their queries, and warp 0."""
     return scheduler.work_pipeline(consumers + min(consumers, WARPS_FOR_QUERIES) + 1)
 
 
@@ -722,10 +722,10 @@ TILE_RULES = (
         *(64, "products alone, no mask, fewest queries of a CTA by two warpgroups"),
         *(ForwardTile(2, 128, 1, 4), lambda f: _is_shorter_by_two(f)),
     ),
-    # 512 tokens of 32 x 16 heads: 86 and 91 microseconds, of 32 x 32 causal heads 115 and 124; 2048
-    # tokens of 32 heads 77 and 81.
+    # 512 tokens of 32 x 16 heads: 86 and 91 microseconds, with lengths 75 and 79, of 32 x 32 causal
+    # heads 117 and 124; 2048 tokens of 32 heads 78 and 81, but causal ones 47 and 46.
     TileRule(
-        *(64, "products alone, fewer queries of a CTA by four warpgroups"),
+        *(64, "products alone, few keys, fewer queries of a CTA by four warpgroups"),
         *(ForwardTile(4, 64, 1, 4), lambda f: _is_shorter_by_four(f)),
     ),
     # At 4096 tokens four stages take 6 % longer.
@@ -808,12 +808,13 @@ def _is_shorter_by_two(f: CallFeatures) -> bool:
 
 
 def _is_shorter_by_four(f: CallFeatures) -> bool:
-    """Return whether the longest CTA has fewer queries by four warpgroups than by three.
+    """Return whether keys are few, and the longest CTA has fewer queries by four warpgroups.
 
-    They have blocks of half as many keys, and take up to 8 % longer for as many queries.
+    They have blocks of half as many keys, so with many keys they take longer for as many queries.
     """
-    alone = _products_alone(f) and f.mask in (MaskKind.FULL, MaskKind.CAUSAL)
-    return alone and 9 * most_rows(f, 3) >= 10 * most_rows(f, 4)
+    most_keys = {MaskKind.FULL: 2048, MaskKind.CAUSAL: 1024, MaskKind.LENGTHS: 1024}.get(f.mask, 0)
+    few = _products_alone(f) and f.kv_len <= most_keys
+    return few and 9 * most_rows(f, 3) >= 10 * most_rows(f, 4)
 
 
 # Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.
