@@ -22,6 +22,7 @@ devices), `processes.py` (several processes, signals), `folder.py`, `files.py` a
 import math
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -69,6 +70,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         fail(with_flags(error))
         return 2
+    except BrokenPipeError:
+        # As under `| head`.
+        fail(f"what reads the output has ended, and so has the run; continue with: {command}")
+        return 128 + signal.SIGPIPE
     except OSError as error:
         fail(f"reading or writing failed: {error}: repair this, then run the same command again.")
         return 2

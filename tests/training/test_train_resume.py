@@ -164,6 +164,19 @@ def test_interrupt_before_training_says_so(config, monkeypatch, capsys):
     assert "stopped    at once, without a new checkpoint" in capsys.readouterr().out
 
 
+def test_reader_of_the_output_that_ends(config):
+    """As `| head -1` does."""
+    command = [sys.executable, "-m", "models.train", *flags(config)]
+    pipes = dict(stdout=children.PIPE, stderr=children.PIPE, text=True)
+    with children.start(command, cwd=ROOT, **pipes) as run:
+        run.stdout.readline()
+        run.stdout.close()
+        errors = run.stderr.read()
+    assert run.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+    assert errors.splitlines()[-1].startswith("train: error: what reads the output has ended, and")
+
+
 def test_finished_run_is_left_alone(finished, capsys):
     config, first = finished
     before = Path(config.out_dir, "metrics.jsonl").read_text()
