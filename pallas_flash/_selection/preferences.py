@@ -190,6 +190,11 @@ RULES = (
         lambda c: c.plain and c.in_clusters,
     ),
     Rule(
+        "no mask and no option in the forward at head dim 64",
+        *(384, 0.23),
+        lambda c: c.plain and not (c.f.masked or c.backward) and c.head_dim == 64,
+    ),
+    Rule(
         "no mask or a causal one, and no option",
         *(512, 1.15),
         lambda c: c.plain,
