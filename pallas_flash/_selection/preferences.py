@@ -214,13 +214,15 @@ def rule_of(call: Measured) -> Rule:
 
 
 def _has_enough_work(call: Measured) -> bool:
-    """Return whether all heads and batch elements have enough queries.
+    """Return whether all heads and batch elements have enough queries, and a backward enough keys.
 
     A plain call needs 2^21 numbers of them, and half as many in a causal forward. Others were
     measured from `MANY_ROWS` queries on, dropout in a backward in no order from a quarter of them
-    on.
+    on. No backward of fewer than 2^11 keys was timed.
     """
     f = call.f
+    if call.backward and f.kv_rows < 2**11:
+        return False
     if not call.plain or call.deterministic or call.dbias:
         return f.rows >= (MANY_ROWS // 4 if call.drops and call.unordered else MANY_ROWS)
     return f.rows * call.head_dim >= (2**20 if f.causal and not call.backward else 2**21)

@@ -160,6 +160,12 @@ def test_narrow_tiles_for_hopper(case, head_dim, reproducible, kernel_case):
 
 
 @needs_hopper
+@cases.parametrize(names=["full", "causal", "lengths", "mask", "bias", "everything at once"])
+def test_four_warpgroups_for_hopper(case, kernel_case):
+    check(case, "mosaic", head_dim=64, config=TileSizes(ForwardTile(4, 64)))
+
+
+@needs_hopper
 @cases.parametrize(
     names=["full", "causal", "lengths of zero", "documents, causal, long", "sinks", "dropout"]
 )

@@ -179,6 +179,12 @@ def too_large():
         forward=tuning.ForwardTile(),
     )
     yield on_hopper(
+        "more warpgroups than wide values leave registers for",
+        "`config.forward` must have fewer warpgroups, whose threads have more registers, at a ",
+        160,
+        forward=tuning.ForwardTile(4, 16),
+    )
+    yield on_hopper(
         "wider values where the output reuses the queries",
         "`config.forward` must have `output_slots` where values are wider than queries; got ",
         8,

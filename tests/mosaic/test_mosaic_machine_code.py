@@ -13,7 +13,12 @@ from support.lowered import attention, gradients
 from support.mosaic_cases import NO_FLAGS, checked, run_backward, run_forward
 
 from pallas_flash import paged_attention
-from pallas_flash._backends.mosaic import backward_dbias, backward_splits, scheduler
+from pallas_flash._backends.mosaic import (
+    backward_dbias,
+    backward_splits,
+    forward_kernel,
+    scheduler,
+)
 from pallas_flash._problem.scores import LogSum
 from scripts.maintenance.inspection import gpu_compiler
 from scripts.maintenance.inspection.calls import inspect_attention
@@ -86,6 +91,20 @@ def test_machine_code_of_folded_tiles(head_dim, monkeypatch):
     [(_, _, stack, loops)] = machine_code_of(functools.partial(attention, is_causal=True), q, q, q)
     assert found and all(parts.folded for parts in found)
     assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
+
+
+@pytest.mark.parametrize("mask", cases.default(["full"], ["full", "causal", "lengths"]))
+def test_machine_code_of_four_warpgroups(mask):
+    """Their threads have the fewest registers; the backward wants the LSE."""
+    q, lengths = shaped(32, 512, 32, 64, dtype=jnp.bfloat16), [shaped(32)] * (mask == "lengths")
+
+    def call(q, k, v, *lengths):
+        options = dict(zip(["key_value_seq_lengths"], lengths, strict=False))
+        return run_forward(checked((q, k, v), options | dict(is_causal=mask == "causal")))
+
+    [(_, registers, stack, loops)] = machine_code_of(call, q, q, q, *lengths)
+    assert (registers, stack) == (forward_kernel.at_launch(4), 0)
+    assert loops and all(loop.spills == 0 for loop in loops)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -146,14 +146,25 @@ from pallas_flash._problem.tile_sizes import ForwardTile
 
 plgpu = common.plgpu
 
-# Registers of a consumer's thread and of a producer's, by the number of consumer warpgroups: a CTA
-# has 64 Ki.
+# Registers of a consumer's thread and of a producer's, by the number of consumer warpgroups: all
+# together at most as many as the CTA is launched with.
 REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 24)}
+
+# Registers of a thread that ptxas wants beside the sums of the output.
+OF_PTXAS = 30
 
 # Warps of a producer warpgroup that copy queries; one more copies keys and values.
 WARPS_FOR_QUERIES = 3
 
 MASK_STAGES = 4
+
+
+def at_launch(warpgroups: int) -> int:
+    """Return the registers of each thread at the launch, by the number of consumer warpgroups.
+
+    A CTA may have 64 Ki, and a thread has a multiple of 8.
+    """
+    return 2**16 // (128 * (warpgroups + 1)) // 8 * 8
 
 
 # ------------------------------------------------------------------------------------------------
@@ -717,16 +728,16 @@ TILE_RULES = (
         *(64, "a mask or scores that take registers for each pair", ForwardTile(3, 96, 1)),
         lambda f: _takes_registers(f),
     ),
-    # 512 tokens of 32 heads: 8 and 11 microseconds, and by four warpgroups 13.
-    TileRule(
-        *(64, "products alone, no mask, fewest queries of a CTA by two warpgroups"),
-        *(ForwardTile(2, 128, 1, 4), lambda f: _is_shorter_by_two(f)),
-    ),
     # 512 tokens of 32 x 16 heads: 86 and 91 microseconds, with lengths 75 and 79, of 32 x 32 causal
-    # heads 117 and 124; 2048 tokens of 32 heads 78 and 81, but causal ones 47 and 46.
+    # heads 117 and 124; 2048 tokens of 32 heads 77 and 81, but causal ones 47 and 46.
     TileRule(
         *(64, "products alone, few keys, fewer queries of a CTA by four warpgroups"),
         *(ForwardTile(4, 64, 1, 4), lambda f: _is_shorter_by_four(f)),
+    ),
+    # 512 tokens of 32 heads: 9.5 and 11 microseconds.
+    TileRule(
+        *(64, "products alone, no mask, fewer queries of a CTA by two warpgroups"),
+        *(ForwardTile(2, 128, 1, 4), lambda f: _is_shorter_by_two(f)),
     ),
     # At 4096 tokens four stages take 6 % longer.
     TileRule(64, "mask arrays", ForwardTile(3, 128, 1, 2), lambda f: f.mask is MaskKind.ARRAY),
@@ -802,20 +813,26 @@ def _is_light(f: CallFeatures) -> bool:
 
 
 def _is_shorter_by_two(f: CallFeatures) -> bool:
-    """Return whether the longest CTA has fewer queries by two warpgroups than by three or four."""
-    two, three, four = (most_rows(f, n) for n in (2, 3, 4))
-    return _products_alone(f) and not f.masked and 5 * three > 6 * two and four > two
+    """Return whether the longest CTA has fewer queries by two warpgroups than by three."""
+    alone = _products_alone(f) and not f.masked
+    return alone and 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
 
 
 def _is_shorter_by_four(f: CallFeatures) -> bool:
     """Return whether keys are few, and the longest CTA has fewer queries by four warpgroups.
 
     They have blocks of half as many keys, so with many keys they take longer for as many queries.
+    Causal work tiles differ, so that the queries of a CTA with few of them tell little.
     """
     most_keys = {MaskKind.FULL: 2048, MaskKind.CAUSAL: 1024, MaskKind.LENGTHS: 1024}.get(f.mask, 0)
-    few = _products_alone(f) and f.kv_len <= most_keys
-    return few and 9 * most_rows(f, 3) >= 10 * most_rows(f, 4)
+    three, four = (most_rows(f, n) for n in (3, 4))
+    if f.kv_len > most_keys or (f.mask is MaskKind.CAUSAL and three < MANY_ROWS_OF_A_CTA):
+        return False
+    return _products_alone(f) and 9 * three >= 10 * four
 
+
+# Queries of the longest CTA: more than five work tiles of three warpgroups.
+MANY_ROWS_OF_A_CTA = 1024
 
 # Queries of all heads and batch elements: two tiles of 128 for each of an H200's 132 SMs.
 FEW_ROWS = 2**15
@@ -837,6 +854,11 @@ def _in_pairs(f: CallFeatures) -> bool:
 def check_tile(tile: ForwardTile, p: Problem) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     registers, _ = REGISTERS[tile.warpgroups]
+    if p.value_dim // 2 + OF_PTXAS > at_launch(tile.warpgroups):
+        raise ValueError(
+            "`config.forward` must have fewer warpgroups, whose threads have more registers, at a "
+            f"head dim of {p.value_dim} (of values); got {tile}. Use 2."
+        )
     check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
     if not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(

@@ -71,6 +71,8 @@ def candidates(kernel: str, p: Problem, choose: Choose) -> list:
     forward = [ForwardTile(*x) for x in itertools.product((2, 3), *keys_and_slots, (2, 3))]
     if max(p.head_dim, p.value_dim) > 64:  # Smaller heads gain nothing by a cluster.
         forward += [ForwardTile(2, *x, cluster_size=2) for x in itertools.product(*keys_and_slots)]
+    else:
+        forward.append(ForwardTile(4, 64, 1, 4))
     backward = [BackwardTile(*sizes) for sizes in itertools.product((64, 128), (1, 2, 3))]
     tried = {
         "forward": forward,
