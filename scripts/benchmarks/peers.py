@@ -462,7 +462,6 @@ class Peer:
             return None
 
 
-# The latter is timed on request alone.
 OURS = "ours"
 # "mosaic" with an option; timed where they are named.
 VARIANTS = {

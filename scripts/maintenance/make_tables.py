@@ -535,7 +535,7 @@ def limits(file: str) -> str:
             for name in ("ours", "jax_cudnn"):
                 (r,) = chosen(file, attention_pass, f"{case}-16k", name)
                 peak = PEAK_OF_MHZ * r["clocks"]["clocks.sm"]
-                cells.append(f"{r['tflops']:.0f} of {peak:.0f}, {r['tflops'] / peak:.0%}")
+                cells.append(f"{r['tflops']:.0f} of {peak:.0f}, {100 * r['tflops'] / peak:.0f} %")
         rows.append([case_in_words("", case.replace("-", " ")), *cells])
     heads = (f"{x}, {NAMES[n]}" for x in ("forward", "backward") for n in ("ours", "jax_cudnn"))
     return markdown(["call", *heads], rows)

@@ -180,7 +180,7 @@ def too_large():
     )
     yield on_hopper(
         "more warpgroups than wide values leave registers for",
-        "`config.forward` must have fewer warpgroups, whose threads have more registers, at a ",
+        "`config.forward` must have fewer warpgroups, whose threads have more registers, for ",
         160,
         forward=tuning.ForwardTile(4, 16),
     )

@@ -16,7 +16,7 @@ from pallas_flash import paged_attention
 from pallas_flash._backends.mosaic import (
     backward_dbias,
     backward_splits,
-    forward_kernel,
+    forward_common,
     scheduler,
 )
 from pallas_flash._problem.scores import LogSum
@@ -103,7 +103,7 @@ def test_machine_code_of_four_warpgroups(mask):
         return run_forward(checked((q, k, v), options | dict(is_causal=mask == "causal")))
 
     [(_, registers, stack, loops)] = machine_code_of(call, q, q, q, *lengths)
-    assert (registers, stack) == (forward_kernel.at_launch(4), 0)
+    assert (registers, stack) == (forward_common.at_launch(4), 0)
     assert loops and all(loop.spills == 0 for loop in loops)
 
 

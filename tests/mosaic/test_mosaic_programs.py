@@ -29,6 +29,7 @@ from pallas_flash._backends.mosaic import (
     backward_common,
     backward_splits,
     common,
+    forward_common,
     forward_kernel,
     scheduler,
 )
@@ -629,7 +630,7 @@ def test_fourth_warpgroup(case, kernel_case, monkeypatch):
 def test_threads_have_the_registers_of_the_launch(warpgroups):
     """Else a warpgroup would wait for registers for ever."""
     consumer, producer = forward_kernel.REGISTERS[warpgroups]
-    launched = (warpgroups + 1) * forward_kernel.at_launch(warpgroups)
+    launched = (warpgroups + 1) * forward_common.at_launch(warpgroups)
     assert warpgroups * consumer + producer <= launched
     assert consumer % 8 == producer % 8 == 0
 

@@ -46,7 +46,7 @@ def serves(p: Problem, tile: ForwardTile) -> bool:
 def check_tile(tile: ForwardTile, p: Problem) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     registers, _ = forward_kernel.REGISTERS[tile.warpgroups]
-    check_fits("forward", tile, p, paged.scratch(p, tile), p.value_dim, registers)
+    check_fits(tile, p, paged.scratch(p, tile), p.value_dim, registers)
 
 
 def pallas_flash_decode(*refs, **static):

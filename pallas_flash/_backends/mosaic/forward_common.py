@@ -241,11 +241,22 @@ def kv_pipelines(p: AnyProblem, tile, units: int = 1, **shared) -> tuple[Pipelin
     return pipeline(p.head_dim), pipeline(p.value_dim)
 
 
-def check_fits(kernel: str, tile, p: Problem, memory, columns: int, registers: int) -> None:
+# Registers of a thread that ptxas wants beside the sums of the output.
+OF_PTXAS = 30
+
+
+def at_launch(warpgroups: int) -> int:
+    """Return the registers of each thread at the launch, by the number of consumer warpgroups.
+
+    A CTA may have 64 Ki, and a thread has a multiple of 8.
+    """
+    return 2**16 // (128 * (warpgroups + 1)) // 8 * 8
+
+
+def check_fits(tile, p: Problem, memory, columns: int, registers: int) -> None:
     """Raise ValueError unless a tile fits on the GPU.
 
     Args:
-        kernel: the kernel of the tile.
         tile: the tile.
         p: the call.
         memory: the specification of the shared memory.
@@ -254,14 +265,19 @@ def check_fits(kernel: str, tile, p: Problem, memory, columns: int, registers: i
     """
     # Sums, scores, and in 16 bits the weights of the block before.
     taken = columns // 2 + tile.block_kv // 2 + tile.block_kv // 4
-    common.check_fits(kernel, tile, p, memory, taken, registers)
-    if kernel == "forward" and tile.cluster_size > 1 and not p.mask.known_on_host:
+    common.check_fits("forward", tile, p, memory, taken, registers)
+    if columns // 2 + OF_PTXAS > at_launch(tile.warpgroups):
+        raise ValueError(
+            "`config.forward` must have fewer warpgroups, whose threads have more registers, for "
+            f"outputs of {columns} columns; got {tile}. Use 2."
+        )
+    if tile.cluster_size > 1 and not p.mask.known_on_host:
         raise ValueError(
             "`config.forward` must have `cluster_size=1` where arrays or a predicate say which "
             f"keys are seen; got {tile}. Use 1."
         )
     keys = invariance.block_kv(max(p.head_dim, p.value_dim))
-    if kernel == "forward" and p.batch_invariant and tile.block_kv != keys:
+    if p.batch_invariant and tile.block_kv != keys:
         raise ValueError(
             f"`config.forward` must have `block_kv={keys}` with `batch_invariant=True` at these "
             f"head dims; got {tile}. Use {keys}."

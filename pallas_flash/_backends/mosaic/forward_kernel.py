@@ -150,21 +150,10 @@ plgpu = common.plgpu
 # together at most as many as the CTA is launched with.
 REGISTERS = {2: (240, 24), 3: (160, 32), 4: (112, 24)}
 
-# Registers of a thread that ptxas wants beside the sums of the output.
-OF_PTXAS = 30
-
 # Warps of a producer warpgroup that copy queries; one more copies keys and values.
 WARPS_FOR_QUERIES = 3
 
 MASK_STAGES = 4
-
-
-def at_launch(warpgroups: int) -> int:
-    """Return the registers of each thread at the launch, by the number of consumer warpgroups.
-
-    A CTA may have 64 Ki, and a thread has a multiple of 8.
-    """
-    return 2**16 // (128 * (warpgroups + 1)) // 8 * 8
 
 
 # ------------------------------------------------------------------------------------------------
@@ -854,12 +843,7 @@ def _in_pairs(f: CallFeatures) -> bool:
 def check_tile(tile: ForwardTile, p: Problem) -> None:
     """Raise ValueError if a tile does not fit on the GPU."""
     registers, _ = REGISTERS[tile.warpgroups]
-    if p.value_dim // 2 + OF_PTXAS > at_launch(tile.warpgroups):
-        raise ValueError(
-            "`config.forward` must have fewer warpgroups, whose threads have more registers, at a "
-            f"head dim of {p.value_dim} (of values); got {tile}. Use 2."
-        )
-    check_fits("forward", tile, p, scratch(p, tile), p.value_dim, registers)
+    check_fits(tile, p, scratch(p, tile), p.value_dim, registers)
     if not tile.output_slots and p.value_dim > p.head_dim:
         raise ValueError(
             "`config.forward` must have `output_slots` where values are wider than queries; "

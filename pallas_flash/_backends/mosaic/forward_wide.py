@@ -227,7 +227,7 @@ def check_tile(tile: ForwardTile, p: Problem) -> None:
             f"output slot{cluster} at head dims above {WIDE}; got {tile} at head dim "
             f"{max(p.head_dim, p.value_dim)}. Use {wanted}."
         )
-    check_fits("forward", tile, p, scratch(p, tile), p.value_dim // CONSUMERS, REGISTERS[0])
+    check_fits(tile, p, scratch(p, tile), p.value_dim // CONSUMERS, REGISTERS[0])
 
 
 class WideConfig(ForwardConfig):
