@@ -183,44 +183,29 @@ def leave(ended):
 
 
 # ------------------------------------------------------------------------------------------------
-# Values of sequences with a valid length
+# Values that no query sees
 # ------------------------------------------------------------------------------------------------
 
 
-def last_block(x, length, block: int):
-    """Return the block [B, block, N, H] of x in which sequences end, with zeros after the end.
+def zero_values(v, stop, start=None):
+    """Store zeros in the rows of a tile of values from `stop` on.
 
-    The padding may hold NaN, and 0 * NaN is NaN.
-
-    Args:
-        x: [B, T, N, H].
-        length: int32 [B], the valid length of each batch element.
-        block: rows of a block.
-    """
-    first = length // block * block
-    rows = first[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    tile = jax.vmap(lambda x, rows: jnp.take(x, rows, 0, mode="clip"))(x, rows)
-    # Places in the whole block: with places of its rows XLA has one more kernel.
-    place = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
-    return jnp.where(place < (length - first)[:, None, None, None], tile, 0)
-
-
-def from_last_block_or(ref, last_ref, start, first, length, block: int):
-    """Run `start(ref, first)`, or for the block that `last_block` replaces `start` from there.
+    NaN may stand there, and 0 * NaN is NaN. Each warpgroup that needs the zeros stores them.
 
     Args:
-        ref: reference to all rows.
-        last_ref: reference to `last_block`.
-        start: function of a reference and a row of it.
-        first: first row of the block.
-        length: valid length of the batch element.
-        block: rows of a block.
+        v: reference to column blocks of a K/V block in shared memory.
+        stop: the row after the last one that is kept, an int32 of any size.
+        start: the first row that is kept, likewise; None is 0.
     """
-    end = length - common.remainder(length, block)
-    inside = (first >= end) & (first < end + block)
-    # A warp cannot have the switch of `common.when`.
-    pl.when(inside)(lambda: start(last_ref, first - end))
-    pl.when(jnp.logical_not(inside))(lambda: start(ref, first))
+    some = stop < v.shape[1]
+
+    @common.when(some if start is None else some | (start > 0))
+    def _():
+        for n in range(v.shape[0]):
+            ptx.zero_rows(v.at[n], stop)
+            if start is not None:
+                ptx.zero_rows(v.at[n], jnp.int32(0), start)
+        plgpu.commit_smem()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,7 +295,7 @@ def copy_keys_and_values(
     """Copy the K/V blocks of a work tile, each to its stage as soon as that is empty.
 
     Args:
-        inputs: with k, v and `lengths`.
+        inputs: with k and v.
         k: the pipeline of keys.
         v: the pipeline of values.
         stream: the number of blocks, and a function from a place to the number of the block.
@@ -323,8 +308,6 @@ def copy_keys_and_values(
     """
     (count, at), (b, h) = stream, where
     block = k.smem.shape[2]
-    lengths, last_v_ref = inputs.lengths or (None, None)
-    length = None if lengths is None else plgpu.load(lengths.at[b])
 
     def one(j, rows):
         i, first = base + j, at(j) * block
@@ -342,11 +325,7 @@ def copy_keys_and_values(
         k.producer_acquire(i)
         start(k, inputs.k, first)
         v.producer_acquire(i)
-        start_v = functools.partial(start, v)
-        if length is None:
-            start_v(inputs.v, first)
-        else:
-            from_last_block_or(inputs.v, last_v_ref, start_v, first, length, block)
+        start(v, inputs.v, first)
         return following
 
     rows = None if rows_of is None else rows_of(at(0) * block)
@@ -391,7 +370,7 @@ class Inputs(NamedTuple):
         table: `block_table` with all rows on one axis, if it holds lists; else None.
         options: the arrays of `Options.operands`.
         streamed: the (q, k) arrays of which tiles are copied; None if the kernel copies none.
-        lengths: int32 [B], valid lengths of keys, and `last_block` of the values; or None.
+        lengths: int32 [B], valid lengths of keys, behind which values may be NaN; or None.
         schedule: a static schedule, or a dynamic one whose counter lies elsewhere; else None.
         pages: the page table, int32 [R, pages of a request], or None.
     """
@@ -461,6 +440,7 @@ class Consumer(Cta):
         first_row: the first query.
         options: the options of its batch element.
         kv_base: K/V blocks that the CTA had before this work tile.
+        length: the valid length of keys, behind which values may be NaN; None if all are valid.
     """
 
     warpgroup: Any
@@ -468,12 +448,22 @@ class Consumer(Cta):
     first_row: Any
     options: ElementOptions
     kv_base: Any
+    length: Any
 
     @property
     def visited(self) -> scheduler.VisitedBlocks:
         """The places of the stream that it visits."""
         assert self.work_tile.visited is not None
         return self.work_tile.visited
+
+    def first_key(self, j):
+        """Return the first key of the j-th block of the stream."""
+        return self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
+
+
+def valid_length(inputs: Inputs, b):
+    """Return the valid length of keys of a batch element, or None."""
+    return None if inputs.lengths is None else plgpu.load(inputs.lengths.at[b])
 
 
 def run_cta(cta: Cta, dynamic_schedule, consumers: int, consume, producer):
@@ -555,7 +545,7 @@ def launch(
             table=schedule.table,
             options=config.options.operands(shared),
             streamed=streamed,
-            lengths=(lengths[0], last_block(value, lengths[0], kv.block)) if lengths else None,
+            lengths=lengths[0] if lengths else None,
             schedule=None if schedule.dynamic else schedule.work_tiles,
         )
         # Warpgroups copy their statistics as whole query tiles.

@@ -132,6 +132,8 @@ from pallas_flash._backends.mosaic.forward_common import (
     run_cta,
     run_producer_warps,
     softmax,
+    valid_length,
+    zero_values,
 )
 from pallas_flash._backends.mosaic.operands import stored_dtype
 from pallas_flash._backends.mosaic.pairs import has_pairs
@@ -324,8 +326,7 @@ class ForwardConsumer(Consumer):
 
     def block(self, j, *, partial: bool) -> Block:
         """Return the j-th block of the stream, and start its reads of device memory."""
-        first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape = ptx.ROWS, self.config.kv.block
+        first_key, shape = self.first_key(j), (ptx.ROWS, self.config.kv.block)
         at = self.heads_and_positions(shape, first_key)
         options = self.options.read_ahead(*at, masked=partial)
         return Block(j, first_key, partial, at, options)
@@ -409,8 +410,7 @@ class ForwardConsumer(Consumer):
         if self.smem.o_sm is not None:
             self.queries.consumer_release(0)
         last = visited.stop - 1
-        if self.config.partial_tail:
-            self.clean_values(last)
+        self.clean_tail(last)
         return self.wait_pv(last, self.start_pv(last, acc, p), p), m, l
 
     def steps(self, state, visited: scheduler.VisitedBlocks):
@@ -440,7 +440,13 @@ class ForwardConsumer(Consumer):
         return lax.fori_loop(jnp.int32(0), turns, turn, state)
 
     def clean_values(self, j):
-        """Replace values of the j-th block that no query sees, if they may hold NaN."""
+        """Replace values of the first block, the j-th, behind a valid length by zeros."""
+        if self.length is not None:
+            v = self.smem.v.smem_of(self.kv_base + j)
+            zero_values(v, self.length - self.first_key(j))
+
+    def clean_tail(self, j):
+        """Replace values of the last block, the j-th, before the first visible key: none is NaN."""
 
     def no_blocks(self, *state):
         """Take the place of `mainloop` for a query tile that sees no key."""
@@ -544,6 +550,7 @@ def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup, kind=ForwardConsume
             first_row=config.first_row(work_tile, query_tile),
             options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
+            length=valid_length(cta.inputs, work_tile.b),
             bias_base=bias_base,
         )
         consumer.run()

@@ -86,7 +86,6 @@ from pallas_flash._backends.mosaic.forward_common import (
     check_fits,
     copy,
     copy_statistics,
-    from_last_block_or,
     initial_rows,
     launch,
     leave,
@@ -97,6 +96,8 @@ from pallas_flash._backends.mosaic.forward_common import (
     run_cta,
     run_producer_warps,
     softmax,
+    valid_length,
+    zero_values,
 )
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 from pallas_flash._backends.mosaic.score_mask import ElementOptions
@@ -343,8 +344,8 @@ class WideConsumer(Consumer):
 
     def block(self, j) -> Block:
         """Return the j-th block; what must be read of a bias in device memory is, from here."""
-        first_key = self.work_tile.kv_blocks.block_at(j, self.inputs.table) * self.config.kv.block
-        shape, visited = (ptx.ROWS, self.config.kv.block), self.visited
+        first_key, visited = self.first_key(j), self.visited
+        shape = ptx.ROWS, self.config.kv.block
         positions = common.positions(shape, self.first_row, first_key)
         options = self.options.read_ahead(self.work_tile.h, *positions, masked=False)
         partial = (j < visited.full) | (j >= visited.tail)
@@ -395,6 +396,8 @@ class WideConsumer(Consumer):
         for n, piece in enumerate(acc):
             self.values.consumer_wait(first + n)
             v = self.values.smem_of(first + n)
+            if self.length is not None:
+                zero_values(v, self.length - self.first_key(j))
             added.append(ptx.accumulate(ptx.rescale(piece, alpha), p, v))
         # Registers of p are in use until the last product is done.
         done, registers = [], p if isinstance(p, jax.Array) else None
@@ -527,6 +530,7 @@ def consume(cta: Cta, tiles: scheduler.WorkTiles, warpgroup):
             first_row=config.query_tiles.first_row(work_tile.index, config.query_tile()),
             options=config.options.element_options(cta.inputs.options, work_tile.b),
             kv_base=kv_base,
+            length=valid_length(cta.inputs, work_tile.b),
         )
         consumer.run()
         return kv_base + work_tile.kv_blocks.count
@@ -584,29 +588,18 @@ class WideProducer(Cta):
     def load_values(self, warpgroup: int, i, work_tile: scheduler.WorkTile, kv_base):
         """Copy a warpgroup's half of all values, and warp 2 the queries; return as `load_keys`."""
         del i
-        config, inputs, pieces = self.config, self.inputs, self.config.pieces
+        pieces = self.config.pieces
         if warpgroup == 0:
             self.load_queries(work_tile)
         pipeline = self.smem.v.pipeline_of_warpgroup(warpgroup)
-        lengths, last_v_ref = inputs.lengths or (None, None)
-        length = None if lengths is None else plgpu.load(lengths.at[work_tile.b])
-        block = config.kv.block
 
         def one(j, _):
-            first_key = work_tile.kv_blocks.block_at(j, inputs.table) * block
+            index = work_tile.b, self.rows(work_tile, j), self.kv_head(work_tile)
 
             def piece(n, i):
                 pipeline.producer_acquire(i)
-
-                def start(ref, first):
-                    index = work_tile.b, pl.ds(first, block), self.kv_head(work_tile)
-                    first_block = (warpgroup * pieces.count + n) * pieces.blocks
-                    self.copy(ref, index, pipeline, i, first_block)
-
-                if length is None:
-                    start(inputs.v, first_key)
-                else:
-                    from_last_block_or(inputs.v, last_v_ref, start, first_key, length, block)
+                first_block = (warpgroup * pieces.count + n) * pieces.blocks
+                self.copy(self.inputs.v, index, pipeline, i, first_block)
                 return i + 1
 
             start = (kv_base + j) * pieces.count

@@ -34,6 +34,7 @@ from pallas_flash._backends.mosaic.forward_common import (
     num_statistics,
     results_of_rows,
     run_cta,
+    zero_values,
 )
 from pallas_flash._backends.mosaic.pairs import StreamedArrays, Streams
 from pallas_flash._backends.mosaic.pipeline import Pipeline
@@ -158,21 +159,15 @@ class PagedConsumer(forward_kernel.ForwardConsumer):
     def clean_values(self, j):
         """Replace values that no query of the work tile sees by zeros: they may be NaN.
 
-        The first block has the last visible key, and the last one the first visible key. Each
-        warpgroup that needs the zeros stores them.
+        The first block has the last visible key, and the last one the first visible key.
         """
-        config, own = self.config, self.work_tile.own
-        first_key = self.work_tile.kv_blocks.block_at(j, None) * config.kv.block
-        start, stop, tail = own.first_key - first_key, own.stop_key - first_key, config.partial_tail
+        own, first_key = self.work_tile.own, self.first_key(j)
+        start = own.first_key - first_key if self.config.partial_tail else None
+        zero_values(self.smem.v.smem_of(self.kv_base + j), own.stop_key - first_key, start)
 
-        @common.when((stop < config.kv.block) | (start > 0) if tail else stop < config.kv.block)
-        def _():
-            v = self.smem.v.smem_of(self.kv_base + j)
-            for n in range(v.shape[0]):
-                ptx.zero_rows(v.at[n], stop)
-                if tail:
-                    ptx.zero_rows(v.at[n], jnp.int32(0), start)
-            plgpu.commit_smem()
+    def clean_tail(self, j):
+        if self.config.partial_tail:
+            self.clean_values(j)
 
     def epilogue(self, acc, m, l):
         """Store the rows that exist: the results, or of a KV split acc, l and the `RowMax`."""
