@@ -730,11 +730,11 @@ TILE_RULES = (
         *(64, "products alone, few keys, fewer queries of a CTA by four warpgroups"),
         *(ForwardTile(4, 64, 1, 4), lambda f: _is_shorter_by_four(f)),
     ),
-    # 512 tokens of 32 heads: 9.5 and 11 microseconds.
+    # 512 tokens of 32 heads: 9.5 and 11 microseconds. But 128 of 128 x 32 heads: 80 and 74.
     TileRule(
-        *(64, "products alone, no mask, fewer queries of a CTA by two warpgroups"),
+        *(64, "products alone, no mask, several blocks, fewer queries of a CTA by two warpgroups"),
         ForwardTile(2, 128, 1, 4),
-        lambda f: _products_alone(f) and not f.masked and _is_shorter_by_two(f),
+        lambda f: _products_alone(f) and not f.masked and f.kv_len > 128 and _is_shorter_by_two(f),
     ),
     # At 4096 tokens four stages take 6 % longer.
     TileRule(64, "mask arrays", ForwardTile(3, 128, 1, 2), lambda f: f.mask is MaskKind.ARRAY),
@@ -750,13 +750,14 @@ TILE_RULES = (
     # 256 tokens of 64 x 16 heads: 72 and 79 microseconds, and by blocks of 128 keys 75.
     TileRule(
         *(128, "products alone, few causal keys, fewer queries of a CTA by two warpgroups"),
-        *(ForwardTile(2, 64, 2, 4), lambda f: _has_few_causal_keys(f) and _is_shorter_by_two(f)),
+        ForwardTile(2, 64, 2, 4),
+        lambda f: f.causal and _hides_some_of_few(f) and _is_shorter_by_two(f),
     ),
-    # 512 tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head dim 80
-    # 121 and 144.
+    # 512 causal tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head
+    # dim 80 121 and 144. With lengths of up to 256, 384 and 512: 85 and 93, 84 and 95, 103 and 110.
     TileRule(
-        *(128, "products alone, few causal keys", ForwardTile(3, 64, 1, 3)),
-        lambda f: _has_few_causal_keys(f),
+        *(128, "products alone, few keys, causal or with lengths", ForwardTile(3, 64, 1, 3)),
+        lambda f: _hides_some_of_few(f),
     ),
     # Much of the last block of few keys is padding: 1024 keys take 10 % longer, 2048 5 %.
     TileRule(
@@ -819,9 +820,13 @@ def _is_shorter_by_two(f: CallFeatures) -> bool:
     return 5 * most_rows(f, 3) > 6 * most_rows(f, 2)
 
 
-def _has_few_causal_keys(f: CallFeatures) -> bool:
-    """Return whether a call is causal, not folded, with 512 keys at most, and products alone."""
-    return _products_alone(f) and f.causal and f.kv_len <= 512 and not folded(f, 2)
+def _hides_some_of_few(f: CallFeatures) -> bool:
+    """Return whether a causal mask that is not folded, or lengths, hide some of 512 keys or fewer.
+
+    Smaller blocks of keys then have fewer hidden ones.
+    """
+    hides = (f.causal and not folded(f, 2)) or f.mask is MaskKind.LENGTHS
+    return _products_alone(f) and f.kv_len <= 512 and hides
 
 
 def _is_shorter_by_four(f: CallFeatures) -> bool:
