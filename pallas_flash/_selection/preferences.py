@@ -20,6 +20,10 @@ NEVER = math.inf
 FEW_CTAS = 132 // 2
 KEYS_OF_A_CTA = 128
 
+# Masks and options that were measured with 256 tokens, too.
+SHORT_MASKS = set(MaskKind) - {MaskKind.PREDICATE, MaskKind.BLOCKS, MaskKind.OTHER}
+SHORT_OPTIONS = {Option.SOFT_CAP, Option.SLOPES, Option.SINKS}
+
 # Most measured calls have this many queries in all heads and batch elements, or more.
 MANY_ROWS = 2**17
 
@@ -120,13 +124,13 @@ RULES = (
         ),
     ),
     Rule(
-        "biases in 16 bits in the backward at head dim 128: dbias without a mask, or in any order",
-        *(512, 0.33),
+        "biases in 16 bits up to head dim 128 that were measured with 256 tokens, too",
+        *(256, 0.79),
         lambda c: (
-            c.backward
-            and c.head_dim == 128
+            c.head_dim <= 128
             and c.asks(Option.BIAS_16_BITS)
-            and (not c.f.masked if c.dbias else not c.deterministic)
+            and (c.backward or c.head_dim == 128)
+            and (not c.f.masked if c.dbias else not c.deterministic or c.head_dim == 64)
         ),
     ),
     Rule(
@@ -138,6 +142,11 @@ RULES = (
         "backwards of few CTAs without a mask at head dim 64",
         *(2048, 0.09),
         lambda c: c.few_ctas and c.head_dim == 64 and not c.f.masked,
+    ),
+    Rule(
+        "other backwards of few CTAs, of which shorter ones were not measured",
+        *(256, None),
+        lambda c: c.few_ctas,
     ),
     Rule(
         "score functions in the forward at head dim 64",
@@ -174,30 +183,40 @@ RULES = (
     ),
     Rule(
         "documents, chunks and joined masks in the forward at head dim 64",
-        *(2048, 0.15),
+        *(2048, 0.16),
         lambda c: (
             not c.backward and c.head_dim == 64 and c.f.mask in (MaskKind.DOCUMENTS, MaskKind.OTHER)
         ),
     ),
     Rule(
-        "dropout in a backward in no order, and in the forward at head dim 128",
-        *(512, 0.39),
-        lambda c: c.drops and (c.unordered or (not c.backward and c.head_dim == 128)),
+        "dropout in the backward, and in the forward at head dim 128",
+        *(256, 0.45),
+        lambda c: c.drops and (c.backward or c.head_dim == 128),
     ),
-    Rule(
-        "no mask or a causal one, and no option, in clusters",
-        *(256, 0.48),
-        lambda c: c.plain and c.in_clusters,
-    ),
-    Rule(
-        "no mask and no option in the forward at head dim 64",
-        *(384, 0.23),
-        lambda c: c.plain and not (c.f.masked or c.backward) and c.head_dim == 64,
-    ),
+    # Tiles of the Triton kernels have 64 queries.
     Rule(
         "no mask or a causal one, and no option",
-        *(512, 1.15),
+        *(65, 1.63),
         lambda c: c.plain,
+    ),
+    Rule(
+        "soft caps and slopes in the forward at head dim 64",
+        *(512, 0.3),
+        lambda c: not c.backward and c.head_dim == 64 and c.asks(Option.SOFT_CAP, Option.SLOPES),
+    ),
+    Rule(
+        "lengths up to head dim 128, but in the backward at head dim 64",
+        *(128, 0.62),
+        lambda c: (
+            c.head_dim <= 128
+            and c.f.mask is MaskKind.LENGTHS
+            and not (c.f.options or (c.backward and c.head_dim == 64))
+        ),
+    ),
+    Rule(
+        "lengths, windows, documents, mask arrays, soft caps, slopes, sinks up to head dim 128",
+        *(256, 0.88),
+        lambda c: c.head_dim <= 128 and c.f.mask in SHORT_MASKS and c.f.options <= SHORT_OPTIONS,
     ),
     Rule("all other calls", 1024, None, lambda c: True),
 )
@@ -216,13 +235,16 @@ def rule_of(call: Measured) -> Rule:
 def _has_enough_work(call: Measured) -> bool:
     """Return whether all heads and batch elements have enough queries, and a backward enough keys.
 
-    A plain call needs 2^21 numbers of them, and half as many in a causal forward. Others were
-    measured from `MANY_ROWS` queries on, dropout in a backward in no order from a quarter of them
-    on. No backward of fewer than 2^11 keys was timed.
+    A plain call needs 2^21 numbers of them, and half as many in a causal forward; but a forward of
+    fewer than 384 queries or keys twice as many. Others were measured from `MANY_ROWS` queries on,
+    dropout in a backward in no order from a quarter of them on. No backward of fewer than 2^11 keys
+    was timed.
     """
     f = call.f
     if call.backward and f.kv_rows < 2**11:
         return False
     if not call.plain or call.deterministic or call.dbias:
         return f.rows >= (MANY_ROWS // 4 if call.drops and call.unordered else MANY_ROWS)
-    return f.rows * call.head_dim >= (2**20 if f.causal and not call.backward else 2**21)
+    least = 2**20 if f.causal and not call.backward else 2**21
+    short = not call.backward and min(f.q_len, f.kv_len) < 384
+    return f.rows * call.head_dim >= (2 * least if short else least)

@@ -488,7 +488,8 @@ def engine(file: str) -> str:
         cells = [f"{r['tokens_per_s']:,.0f}", f"{first['median']:.2f}, {first['p90']:.2f}", "", ""]
         if case == "decode":
             cells[2:] = f"{time(r):.2f}", f"{r['share']:.2f}"
-        name = {"engine": "`Engine`", "generation": "`Generation`"}[r["implementation"]]
+        name = r["implementation"]
+        name = name if name == "transformers" else f"`{name.capitalize()}`"
         rows.append([f"{model}, {case}, {name}", *cells])
     head = ["tokens/s", "first token, s: median, 9 of 10", "ms a step", "share of the memory"]
     return markdown(["model, case", *head], rows)

@@ -195,7 +195,7 @@ def zero_values(v, stop, start=None):
     Args:
         v: reference to column blocks of a K/V block in shared memory.
         stop: the row after the last one that is kept, an int32 of any size.
-        start: the first row that is kept, likewise; None is 0.
+        start: the first row that is kept, an int32 of any size; None is 0.
     """
     some = stop < v.shape[1]
 
