@@ -58,6 +58,18 @@ def test_numbers_of_features(case, kernel_case):
     assert_right(wide(case, 320))
 
 
+def test_any_padding_behind_lengths(kernel_case):
+    """Within a block, at the end of one, none and all."""
+    ends = dict(key_value_seq_lengths=jnp.array([150, 256, 400, 0], jnp.int32))
+    case = wide(dataclasses.replace(LONG, B=4, N=1, options=lambda *_: ends), 320, T=70, S=400)
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned, _ = cases.poison(case, qkv, cotangents, options)
+    assert jnp.isnan(poisoned[2]).any()
+    with emulator.emulated(pytest.MonkeyPatch()):
+        (want, _), (got, _) = (run_forward(checked(x, options)) for x in (qkv, poisoned))
+    assert_none(b for b in range(4) if not (want[b] == got[b]).all())
+
+
 HEAD_DIMS = [(512, 512), (576, 512), (264, 384), (64, 320), (288, 64)]
 
 
