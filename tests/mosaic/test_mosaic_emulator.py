@@ -33,7 +33,7 @@ from support.mosaic_cases import (
     with_heads,
 )
 
-from pallas_flash._backends.mosaic import backward_dbias, forward_kernel, pairs
+from pallas_flash._backends.mosaic import backward_dbias, forward_kernel, forward_tiles, pairs
 from pallas_flash._backends.mosaic.pipeline import Pipeline
 
 
@@ -41,7 +41,7 @@ def in_pairs(broken):
     """Where two programs share what they load."""
 
     def shared(patch):
-        patch.setattr(forward_kernel, "_in_pairs", lambda p: True)
+        patch.setattr(forward_tiles, "_in_pairs", lambda p: True)
         broken(patch)
 
     return shared

@@ -28,7 +28,7 @@ from support.strict import strictly
 
 import pallas_flash
 from pallas_flash import ScoreMod
-from pallas_flash._backends.mosaic import backward_dbias, common, forward_kernel
+from pallas_flash._backends.mosaic import backward_dbias, common, forward_kernel, forward_tiles
 from pallas_flash._call.tune import _problem
 from pallas_flash._execution import limits
 from pallas_flash._problem import features
@@ -95,7 +95,7 @@ def test_clusters_lower(name):
     sizes = dict(B=1, T=4096, S=4096, N=16, K=8, H=128, V=128)
     case = dataclasses.replace(cases.BY_NAME[name], **sizes)
     assert (
-        forward_kernel.default_tile(
+        forward_tiles.default_tile(
             features_of(_problem(*case.problem("bfloat16")[::2]))
         ).cluster_size
         == 2
@@ -194,7 +194,7 @@ def test_tiles_of_a_bias_fit_at_all_head_dims(dtype, options, monkeypatch):
         arrays = dict(key_value_seq_lengths=lengths) if options else {}
         problem = checked((q, q, v), dict(bias=bias) | arrays)
         assert problem.large
-        tile = forward_kernel.default_tile(features_of(problem))
+        tile = forward_tiles.default_tile(features_of(problem))
         pipeline = forward_kernel.scratch(problem, tile).bias
         slots = pipeline.stages if pipeline else 0
         each = tile.warpgroups * 64 * tile.block_kv * bias.dtype.itemsize

@@ -7,7 +7,13 @@ from support.compiled_code import shaped
 from support.mosaic_cases import checked
 from support.repository import ROOT
 
-from pallas_flash._backends.mosaic import backward_launch, common, forward_kernel, tiles
+from pallas_flash._backends.mosaic import (
+    backward_launch,
+    common,
+    forward_kernel,
+    forward_tiles,
+    tiles,
+)
 from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._problem.features import features_of
 from pallas_flash._problem.tile_sizes import tile_of
@@ -46,7 +52,7 @@ def kib(spec, head_dim, is_causal=False):
 )
 def test_page_of_the_forward_has_its_memory(head_dim, is_causal, row):
     def spec(problem):
-        return forward_kernel.scratch(problem, forward_kernel.default_tile(features_of(problem)))
+        return forward_kernel.scratch(problem, forward_tiles.default_tile(features_of(problem)))
 
     assert kib(spec, head_dim, is_causal) == told(FORWARD, row)
 

@@ -33,7 +33,7 @@ from pallas_flash._backends.mosaic import (
     forward_kernel,
     scheduler,
 )
-from pallas_flash._backends.mosaic.forward_kernel import default_tile
+from pallas_flash._backends.mosaic.forward_tiles import default_tile
 from pallas_flash._problem.blocks import Tiling
 from pallas_flash._problem.features import features_of
 from pallas_flash.masks import BlockMask, Predicate

@@ -5,7 +5,7 @@ import itertools
 
 from support import mosaic_cases  # noqa: F401  Skips where JAX is too old.
 
-from pallas_flash._backends.mosaic.forward_kernel import TILE_RULES, default_tile, rule_of
+from pallas_flash._backends.mosaic.forward_tiles import TILE_RULES, default_tile, rule_of
 from pallas_flash._problem.features import CallFeatures, MaskKind, Option
 from pallas_flash.tuning import ForwardTile
 

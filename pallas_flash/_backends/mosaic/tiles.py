@@ -14,6 +14,7 @@ from pallas_flash._backends.mosaic import (
     backward_launch,
     decode,
     forward_kernel,
+    forward_tiles,
     forward_wide,
     paged,
 )
@@ -42,7 +43,7 @@ def default(p: Problem, f: CallFeatures, kernels: Collection[str] = KERNELS) -> 
 def _default_tile(kernel: str, p: Problem, f: CallFeatures) -> Any:
     match kernel:
         case "forward":
-            return paged.default_tile(p) if decode.packs(p) else forward_kernel.default_tile(f)
+            return paged.default_tile(p) if decode.packs(p) else forward_tiles.default_tile(f)
         case "backward" | "dkv":
             return backward_launch.default_tile(p, two_passes=kernel == "dkv")
         case "dq":
