@@ -259,7 +259,7 @@ def test_no_clusters_for_few_rows(length, heads, options, programs):
         (4096, 8, {}, (2, 128)),
         (1024, 32, CAUSAL, (3, 128)),
         (512, 96, CAUSAL, (3, 128)),
-        (128, 200, {}, (2, 128)),  # 256, not 384 or 512.
+        (128, 200, {}, (3, 128)),  # One block of keys.
         (512, 512, {}, (4, 64)),  # 2048, not 2304.
         (512, 512, CAUSAL, (4, 64)),
         (512, 512, dict(logits_soft_cap=30.0), (3, 128)),
@@ -274,18 +274,21 @@ def test_tiles_of_few_queries_at_64(length, heads, options, tile):
 
 
 @pytest.mark.parametrize(
-    ("length", "options", "tile"),
+    ("length", "heads", "options", "tile"),
     [
-        (512, dict(is_causal=True), (3, 64)),
-        (513, dict(is_causal=True), (2, 128)),
-        (512, {}, (2, 128)),
-        (512, dict(is_causal=True, logits_soft_cap=30.0), (2, 128)),
-        (512, dict(is_causal=True, query_offset=jnp.int32(3)), (2, 128)),
+        (512, 132, CAUSAL, (3, 64)),
+        (512, 48, CAUSAL, (2, 64)),  # 256 queries of a CTA, not 384.
+        (513, 132, CAUSAL, (2, 128)),
+        (512, 132, {}, (2, 128)),
+        (512, 132, CAUSAL | dict(logits_soft_cap=30.0), (2, 128)),
+        (512, 132, CAUSAL | dict(query_offset=jnp.int32(3)), (2, 128)),
+        (512, 48, dict(key_value_seq_lengths=jnp.int32([500])), (3, 64)),
+        (513, 48, dict(key_value_seq_lengths=jnp.int32([500])), (2, 128)),
     ],
 )
 @pytest.mark.parametrize("head_dim", [80, 128])
-def test_short_causal_calls_have_narrow_tiles(length, options, tile, head_dim):
-    q = jnp.zeros((1, length, 48, head_dim), jnp.bfloat16)
+def test_tiles_that_hide_some_of_few_keys(length, heads, options, tile, head_dim):
+    q = jnp.zeros((1, length, heads, head_dim), jnp.bfloat16)
     found = default_tile(features_of(checked((q, q, q), options)))
     assert (found.warpgroups, found.block_kv) == tile
 
