@@ -10,6 +10,8 @@ from support import mosaic_emulator as emulator
 from support.judge import judge
 from support.mosaic_cases import LONG, LONG_CAUSAL, checked, emulated, in_order, run_forward
 
+from pallas_flash.tuning import ForwardTile, TileSizes
+
 
 @in_order
 def test_keys_behind_lengths_have_zero_gradients(in_order, kernel_case):
@@ -49,6 +51,39 @@ ENDS = dict(query_seq_lengths=[200, 128, 300, 70], key_value_seq_lengths=[150, 2
 def test_any_padding_behind_lengths(options, in_order, kernel_case):
     """Tiles in which lengths end have copies that end with zeros."""
     judge_poisoned(options, in_order)
+
+
+# Tokens, keys, lengths of queries and of keys, and a window that ends behind the valid keys.
+WINDOWS = [
+    (128, 320, [10], None, (20, 20)),
+    (256, 320, [200], [320], (64, 16)),
+    (64, 256, [10], [256], (20, 100)),
+    (10, 320, None, [320], (20, 20)),
+    (320, 320, [280], None, (None, 0)),
+]
+
+
+@pytest.mark.parametrize(("tokens", "keys", "queries", "valid", "window"), WINDOWS)
+def test_any_padding_where_windows_go_on_behind_it(
+    tokens, keys, queries, valid, window, kernel_case
+):
+    """Rows behind the valid queries have windows that end a block behind the last valid key."""
+    ends = dict(query_seq_lengths=queries, key_value_seq_lengths=valid)
+    ends = {name: jnp.asarray(x, jnp.int32) for name, x in ends.items() if x is not None}
+    case = dataclasses.replace(
+        LONG,
+        **dict(B=1, N=1, K=1, T=tokens, S=keys, H=128, V=128),
+        options=lambda *_: ends | dict(local_window_size=window),
+    )
+    qkv, cotangents, options = case.problem("bfloat16")
+    poisoned, _ = cases.poison(case, qkv, cotangents, options)
+    assert jnp.isnan(poisoned[2]).any()
+    tile = ForwardTile(3, 64, 1, 3)
+    with emulator.emulated(pytest.MonkeyPatch()):
+        (want, _), (got, _) = (
+            run_forward(checked(x, options), TileSizes(forward=tile)) for x in (qkv, poisoned)
+        )
+    np.testing.assert_array_equal(want, got)
 
 
 def test_any_padding_with_gradient_of_the_scale(kernel_case):

@@ -24,6 +24,7 @@ from pallas_flash._backends.mosaic.backward_keys import Grads
 from pallas_flash._backends.mosaic.backward_preprocess import preprocess
 from pallas_flash._problem import key_center
 from pallas_flash._problem.dropout import rescaled
+from pallas_flash._problem.masks import LeafKind
 from pallas_flash._problem.problem import Gradients, Problem
 from pallas_flash._problem.scores import LogSum, sinks_gradient
 from pallas_flash._problem.tile_sizes import TileSizes, padded, tile_of
@@ -39,9 +40,24 @@ def forward(problem: Problem, sizes: TileSizes):
         return decode.forward(problem, tile)
     run = forward_wide.forward if wide else forward_kernel.forward
     if valid is not None:
-        return run(problem, tile, valid[1])
+        return run(_ending_with_keys(problem, valid), tile, valid[1])
     p = dataclasses.replace(problem, value=_zeroed(problem.value, problem.visible_keys()))
     return run(p, tile)
+
+
+def _ending_with_keys(problem: Problem, valid) -> Problem:
+    """Return the problem with a mask whose ranges of keys end with the valid ones.
+
+    The band of a row that sees nothing, behind the valid queries, may go on behind them. But the
+    first block that a query tile visits must be the one in which they end, if it visits that.
+    """
+    mask = problem.mask
+    if not mask.windows:
+        return problem
+    queries, keys = valid
+    if all(leaf.query is None for leaf in mask.leaves if leaf.kind is LeafKind.LENGTHS):
+        queries = None
+    return dataclasses.replace(problem, mask=mask.with_lengths(queries, keys))
 
 
 def backward(
