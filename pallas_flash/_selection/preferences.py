@@ -104,6 +104,9 @@ class Rule(NamedTuple):
         """Return whether "mosaic" computes a call of the kind."""
         if not call.head_dim or min(call.f.q_len, call.f.kv_len) < self.since:
             return False
+        # No backward of fewer keys was timed.
+        if call.backward and call.f.kv_rows < 2**11:
+            return False
         # Clusters were faster with as little work as was measured.
         return call.in_clusters or call.few_ctas or _has_enough_work(call)
 
@@ -124,13 +127,24 @@ RULES = (
         ),
     ),
     Rule(
-        "biases in 16 bits up to head dim 128 that were measured with 256 tokens, too",
+        "biases in 16 bits without a mask, but in the forward at 64 and in order at 128",
         *(256, 0.79),
         lambda c: (
             c.head_dim <= 128
             and c.asks(Option.BIAS_16_BITS)
+            and not c.f.masked
             and (c.backward or c.head_dim == 128)
-            and (not c.f.masked if c.dbias else not c.deterministic or c.head_dim == 64)
+            and (not c.deterministic or c.head_dim == 64)
+        ),
+    ),
+    Rule(
+        "biases in 16 bits in the backward at head dim 128: dbias without a mask, or in any order",
+        *(512, 0.33),
+        lambda c: (
+            c.backward
+            and c.head_dim == 128
+            and c.asks(Option.BIAS_16_BITS)
+            and (not c.f.masked if c.dbias else not c.deterministic)
         ),
     ),
     Rule(
@@ -189,9 +203,29 @@ RULES = (
         ),
     ),
     Rule(
-        "dropout in the backward, and in the forward at head dim 128",
-        *(256, 0.45),
-        lambda c: c.drops and (c.backward or c.head_dim == 128),
+        "dropout without a mask or with a causal one, but in the forward at 64, in order at 128",
+        *(256, 0.37),
+        lambda c: (
+            c.drops
+            and c.head_dim <= 128
+            and (c.f.causal or not c.f.masked)
+            and (c.unordered or (c.head_dim == 64) == c.backward)
+        ),
+    ),
+    Rule(
+        "dropout in no order, and in the forward at 128, of which shorter ones were not measured",
+        *(512, None),
+        lambda c: c.drops and (c.unordered or (not c.backward and c.head_dim == 128)),
+    ),
+    Rule(
+        "no mask or a causal one, no option, 256 in order, of which shorter ones were not measured",
+        *(512, None),
+        lambda c: c.plain and c.head_dim == 256 and c.deterministic,
+    ),
+    Rule(
+        "no mask or a causal one, no option, at 256, of which shorter ones were not measured",
+        *(128, None),
+        lambda c: c.plain and c.head_dim == 256,
     ),
     # Tiles of the Triton kernels have 64 queries.
     Rule(
@@ -213,10 +247,16 @@ RULES = (
             and not (c.f.options or (c.backward and c.head_dim == 64))
         ),
     ),
+    # Timed one at a time, the options without a mask.
     Rule(
-        "lengths, windows, documents, mask arrays, soft caps, slopes, sinks up to head dim 128",
+        "lengths, windows, documents, mask arrays, soft caps, slopes, sinks, but in order at 128",
         *(256, 0.88),
-        lambda c: c.head_dim <= 128 and c.f.mask in SHORT_MASKS and c.f.options <= SHORT_OPTIONS,
+        lambda c: (
+            c.head_dim <= 128
+            and (not c.deterministic or c.head_dim == 64)
+            and c.f.mask in SHORT_MASKS
+            and c.f.options <= SHORT_OPTIONS
+        ),
     ),
     Rule("all other calls", 1024, None, lambda c: True),
 )
@@ -233,16 +273,14 @@ def rule_of(call: Measured) -> Rule:
 
 
 def _has_enough_work(call: Measured) -> bool:
-    """Return whether all heads and batch elements have enough queries, and a backward enough keys.
+    """Return whether all heads and batch elements have enough queries.
 
     A plain call needs 2^21 numbers of them, and half as many in a causal forward; but a forward of
-    fewer than 384 queries or keys twice as many. Others were measured from `MANY_ROWS` queries on,
-    dropout in a backward in no order from a quarter of them on. No backward of fewer than 2^11 keys
-    was timed.
+    fewer than 384 queries or keys twice as many. Others were measured from `MANY_ROWS` queries on
+    (of fewer than 512 tokens from twice as many), dropout in a backward in no order from a quarter
+    of them on.
     """
     f = call.f
-    if call.backward and f.kv_rows < 2**11:
-        return False
     if not call.plain or call.deterministic or call.dbias:
         return f.rows >= (MANY_ROWS // 4 if call.drops and call.unordered else MANY_ROWS)
     least = 2**20 if f.causal and not call.backward else 2**21

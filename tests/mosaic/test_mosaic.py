@@ -17,9 +17,11 @@ from support.mosaic_cases import (
     biased,
     checked,
     emulated,
+    forward_of,
     gradient_of_the_scale,
     in_order,
     judge_both,
+    on_sms,
     run_forward,
     with_heads,
 )
@@ -113,6 +115,23 @@ def test_explicit_tiles_give_the_same(monkeypatch, sizes, kernel_case):
     in_order = TWO_PASSES if sizes.backward is None else False
     judge(LONG, "bfloat16", emulated(LONG.problem("bfloat16"), in_order, sizes))
     assert {*used} == {*vars(sizes).values()} - {None}
+
+
+SHORT = [
+    (ForwardTile(2, 64, 2, 4), dict(is_causal=True)),
+    (ForwardTile(3, 64, 1, 3), dict(key_value_seq_lengths=jnp.int32([130, 7]))),
+]
+
+
+@pytest.mark.parametrize(("tile", "options"), SHORT, ids=["causal", "lengths"])
+def test_tiles_of_short_sequences(tile, options, monkeypatch, kernel_case):
+    """Two CTAs compute all work tiles, so that all stages are used again."""
+    on_sms(monkeypatch, 2)
+    sizes = dict(B=2, T=200, S=200, N=4, K=2, H=128, V=128)
+    case = dataclasses.replace(LONG, **sizes, options=lambda *_: options)
+    problem = case.problem("bfloat16")
+    results = forward_of(case, TileSizes(forward=tile))
+    judge(case, "bfloat16", results, problem, apart=checked(problem[0], options).large)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,19 @@ def test_machine_code_of_four_warpgroups(mask):
     assert loops and all(loop.spills == 0 for loop in loops)
 
 
+@pytest.mark.parametrize("mask", cases.default(["lengths"], ["causal", "lengths"]))
+def test_machine_code_of_short_sequences(mask):
+    """Consumers store zeros behind lengths, which products read after a fence."""
+    q, lengths = shaped(64, 256, 16, 128, dtype=jnp.bfloat16), [shaped(64)] * (mask == "lengths")
+
+    def call(q, k, v, *lengths):
+        options = dict(zip(["key_value_seq_lengths"], lengths, strict=False))
+        return run_forward(checked((q, k, v), options | dict(is_causal=mask == "causal")))
+
+    [(_, _, stack, loops)] = machine_code_of(call, q, q, q, *lengths)
+    assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", cases.default([128], [64, 128, 256]))
 def test_machine_code_of_query_splits(head_dim, is_causal, monkeypatch):

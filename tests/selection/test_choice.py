@@ -16,7 +16,8 @@ ALLOWED = 0.05
 # Calls that the rules give to the slower one: a bias without an axis of queries, because no rule
 # asks for the axes of a bias. Chunks, neighborhoods and positions at head dim 64, 6 to 9 % slower
 # in the forward or in order: their default backwards, and other masks of these kinds, are more
-# than 20 % faster. Two small calls in order: longer ones of as few rows were not measured.
+# than 20 % faster. Two small calls in order lose 15 and 26 %: longer
+# ones of as few rows were not measured.
 KNOWN = {
     *(f"b8-h8-d128-{mask}-256" for mask in ("causal", "full")),
     "bias [1, N, 1, S] full 64 T2048",

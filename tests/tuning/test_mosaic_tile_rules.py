@@ -16,7 +16,7 @@ def calls():
     """Calls of all kinds of masks, with one option or none."""
     asked = [frozenset(), *(frozenset({option}) for option in Option)]
     for (head_dim, value_dim), length, heads, mask, options in itertools.product(
-        SIZES, (512, 1024, 4096), (16, 32, 64), MaskKind, asked
+        SIZES, (512, 1024, 4096), (16, 32, 64, 224), MaskKind, asked
     ):
         sizes = dict(head_dim=head_dim, value_dim=value_dim, q_len=length, kv_len=length)
         heads_of = dict(batch=1, num_heads=heads, num_kv_heads=heads)

@@ -98,6 +98,10 @@ afterwards, because what it reads of the mask ahead of the product takes the reg
 copied only for blocks that its warpgroup visits. Mask arrays are copied as bits, beside the keys
 that they mask. Arrays that find no room, or that TMA cannot copy (broadcast axes, unaligned rows),
 are read in device memory, ahead of the product.
+
+Lengths. Values behind a valid length may be NaN. The first block that a warpgroup visits is the
+one in which the valid keys end, or lies before it. There the warpgroup stores zeros to v behind
+them, before its own product. Others that visit the block store the same zeros.
 """
 
 import dataclasses
@@ -441,7 +445,10 @@ class ForwardConsumer(Consumer):
             zero_values(v, self.length - self.first_key(j))
 
     def clean_tail(self, j):
-        """Replace values of the last block, the j-th, before the first visible key: none is NaN."""
+        """Replace values of the last block, the j-th, before the first visible key by zeros.
+
+        Nothing is to be done here: only behind a valid length values may be NaN.
+        """
 
     def no_blocks(self, *state):
         """Take the place of `mainloop` for a query tile that sees no key."""

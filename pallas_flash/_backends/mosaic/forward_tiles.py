@@ -69,9 +69,14 @@ TILE_RULES = (
     ),
     # 256 tokens of 64 x 16 heads: 72 and 79 microseconds, and by blocks of 128 keys 75.
     TileRule(
-        *(128, "products alone, few causal keys, fewer queries of a CTA by two warpgroups"),
+        *(128, "products alone, few causal keys, many work tiles, fewer queries by two warpgroups"),
         ForwardTile(2, 64, 2, 4),
-        lambda f: f.causal and _hides_some_of_few(f) and _is_shorter_by_two(f),
+        lambda f: (
+            f.causal
+            and _hides_some_of_few(f)
+            and most_rows(f, 3) >= MANY_ROWS_OF_A_CTA
+            and _is_shorter_by_two(f)
+        ),
     ),
     # 512 causal tokens at head dim 128: 99 and 102 microseconds, on an H100 109 and 116; at head
     # dim 80 121 and 144. With lengths of up to 256, 384 and 512: 85 and 93, 84 and 95, 103 and 110.
@@ -141,9 +146,9 @@ def _is_shorter_by_two(f: CallFeatures) -> bool:
 
 
 def _hides_some_of_few(f: CallFeatures) -> bool:
-    """Return whether a causal mask that is not folded, or lengths, hide some of 512 keys or fewer.
+    """Return whether keys are 512 or fewer, under a causal mask that is not folded or lengths.
 
-    Smaller blocks of keys then have fewer hidden ones.
+    Smaller blocks of keys have fewer hidden ones.
     """
     hides = (f.causal and not folded(f, 2)) or f.mask is MaskKind.LENGTHS
     return _products_alone(f) and f.kv_len <= 512 and hides
