@@ -55,7 +55,8 @@ def _ending_with_keys(problem: Problem, valid) -> Problem:
     if not mask.windows:
         return problem
     queries, keys = valid
-    if all(leaf.query is None for leaf in mask.leaves if leaf.kind is LeafKind.LENGTHS):
+    ends = [leaf.lengths for leaf in mask.leaves if leaf.kind is LeafKind.LENGTHS]
+    if all(x is None or x[0] is None for x in ends):
         queries = None
     return dataclasses.replace(problem, mask=mask.with_lengths(queries, keys))
 
