@@ -93,31 +93,25 @@ def test_machine_code_of_folded_tiles(head_dim, monkeypatch):
     assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
 
 
-@pytest.mark.parametrize("mask", cases.default(["full"], ["full", "causal", "lengths"]))
-def test_machine_code_of_four_warpgroups(mask):
-    """Their threads have the fewest registers; the backward wants the LSE."""
-    q, lengths = shaped(32, 512, 32, 64, dtype=jnp.bfloat16), [shaped(32)] * (mask == "lengths")
+FOUR, SHORT = (4, (32, 512, 32, 64)), (3, (64, 256, 16, 128))
+MASKED = [(FOUR, "full"), (FOUR, "causal"), (FOUR, "lengths"), (SHORT, "lengths")]
 
-    def call(q, k, v, *lengths):
+
+@pytest.mark.parametrize(
+    ("call", "mask"), cases.default([MASKED[0], MASKED[-1]], [*MASKED, ((2, SHORT[1]), "causal")])
+)
+def test_machine_code_of_warpgroups(call, mask):
+    """Threads of four have the fewest registers; the backward wants the LSE."""
+    warpgroups, (batch, *sizes) = call
+    q, lengths = shaped(batch, *sizes, dtype=jnp.bfloat16), [shaped(batch)] * (mask == "lengths")
+
+    def run(q, k, v, *lengths):
         options = dict(zip(["key_value_seq_lengths"], lengths, strict=False))
         return run_forward(checked((q, k, v), options | dict(is_causal=mask == "causal")))
 
-    [(_, registers, stack, loops)] = machine_code_of(call, q, q, q, *lengths)
-    assert (registers, stack) == (forward_common.at_launch(4), 0)
+    [(_, registers, stack, loops)] = machine_code_of(run, q, q, q, *lengths)
+    assert (registers, stack) == (forward_common.at_launch(warpgroups), 0)
     assert loops and all(loop.spills == 0 for loop in loops)
-
-
-@pytest.mark.parametrize("mask", cases.default(["lengths"], ["causal", "lengths"]))
-def test_machine_code_of_short_sequences(mask):
-    """Consumers store zeros behind lengths, which products read after a fence."""
-    q, lengths = shaped(64, 256, 16, 128, dtype=jnp.bfloat16), [shaped(64)] * (mask == "lengths")
-
-    def call(q, k, v, *lengths):
-        options = dict(zip(["key_value_seq_lengths"], lengths, strict=False))
-        return run_forward(checked((q, k, v), options | dict(is_causal=mask == "causal")))
-
-    [(_, _, stack, loops)] = machine_code_of(call, q, q, q, *lengths)
-    assert stack == 0 and loops and all(loop.spills == 0 for loop in loops)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -53,19 +53,19 @@ def test_any_padding_behind_lengths(options, in_order, kernel_case):
     judge_poisoned(options, in_order)
 
 
-# Tokens, keys, lengths of queries and of keys, and a window that ends behind the valid keys.
+# Tokens, keys, their valid lengths, a window that ends behind the valid keys, and a tile in which
+# no other warpgroup cleans the block before.
 WINDOWS = [
-    (128, 320, [10], None, (20, 20)),
-    (256, 320, [200], [320], (64, 16)),
-    (64, 256, [10], [256], (20, 100)),
-    (10, 320, None, [320], (20, 20)),
-    (320, 320, [280], None, (None, 0)),
+    (128, 320, [10], None, (20, 20), (3, 64)),
+    (256, 320, [200], [320], (64, 16), (3, 64)),
+    (64, 256, [10], [256], (20, 100), (3, 128)),
+    (320, 320, [280], None, (None, 0), (2, 96)),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "keys", "queries", "valid", "window"), WINDOWS)
+@pytest.mark.parametrize(("tokens", "keys", "queries", "valid", "window", "tile"), WINDOWS)
 def test_any_padding_where_windows_go_on_behind_it(
-    tokens, keys, queries, valid, window, kernel_case
+    tokens, keys, queries, valid, window, tile, kernel_case
 ):
     """Rows behind the valid queries have windows that end a block behind the last valid key."""
     ends = dict(query_seq_lengths=queries, key_value_seq_lengths=valid)
@@ -78,11 +78,9 @@ def test_any_padding_where_windows_go_on_behind_it(
     qkv, cotangents, options = case.problem("bfloat16")
     poisoned, _ = cases.poison(case, qkv, cotangents, options)
     assert jnp.isnan(poisoned[2]).any()
-    tile = ForwardTile(3, 64, 1, 3)
+    sizes = TileSizes(forward=ForwardTile(*tile))
     with emulator.emulated(pytest.MonkeyPatch()):
-        (want, _), (got, _) = (
-            run_forward(checked(x, options), TileSizes(forward=tile)) for x in (qkv, poisoned)
-        )
+        (want, _), (got, _) = (run_forward(checked(x, options), sizes) for x in (qkv, poisoned))
     np.testing.assert_array_equal(want, got)
 
 

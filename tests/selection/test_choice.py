@@ -67,8 +67,7 @@ def timed():
     """Each pass that was timed by both: its name, its line, and the gain by "mosaic"."""
     yield from choice.measured()
     for r, gain in choice.gains("h200-small-calls", "h200-short"):
-        trained = r["option"] == "trained bias"
-        yield choice.pass_of(r) + " with dbias" * trained, r, gain
+        yield r["pass"], r, gain
 
 
 def call_of(name, r) -> Measured:
