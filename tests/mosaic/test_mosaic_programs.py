@@ -278,7 +278,7 @@ def test_tiles_of_few_queries_at_64(length, heads, options, tile):
     [
         (512, 132, CAUSAL, (3, 64)),
         (512, 48, CAUSAL, (3, 64)),
-        (256, 1024, CAUSAL, (2, 64)),  # 2048 queries of a CTA, not 3072.
+        (256, 352, CAUSAL, (2, 64)),  # 768 queries of a CTA, not 1152.
         (513, 132, CAUSAL, (2, 128)),
         (512, 132, {}, (2, 128)),
         (512, 132, CAUSAL | dict(logits_soft_cap=30.0), (2, 128)),
